@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from torchtitan.errors import NumericsError
+from torchtitan.training.guard import Guard
+
+NAN = float("nan")
+
+
+def feed(guard, step, loss, norm, flags=(0, 0)):
+    mask = guard.update(
+        step, torch.tensor(loss), torch.tensor(norm), torch.tensor(flags, dtype=torch.float64)
+    )
+    guard.check()
+    guard.start_report()
+    return mask.item()
+
+
+def test_a_bad_step_masks_itself_and_all_later_ones_and_is_reported_one_step_late():
+    guard = Guard(torch.device("cpu"), 2)
+    assert feed(guard, 1, 2.0, 1.0) == 0.0
+    assert feed(guard, 2, 2.0, NAN) == 1.0
+    with pytest.raises(
+        NumericsError, match=r"step 2: loss=2, grad_norm=nan; every rank's loss was finite"
+    ):
+        feed(guard, 3, 2.0, 1.0)
+    assert guard.update(4, torch.tensor(1.0), torch.tensor(1.0), torch.zeros(2)).item() == 1.0
+
+
+def test_the_rank_is_named_and_the_first_bad_step_is_kept():
+    guard = Guard(torch.device("cpu"), 2)
+    guard.update(7, torch.tensor(NAN), torch.tensor(NAN), torch.tensor([0.0, 1.0]))
+    guard.update(8, torch.tensor(NAN), torch.tensor(NAN), torch.tensor([1.0, 1.0]))
+    with pytest.raises(NumericsError, match=r"step 7: loss=nan.*the loss of rank 1 was not finite"):
+        guard.check_now()
+
+
+def test_finite_steps_report_nothing():
+    guard = Guard(torch.device("cpu"), 1)
+    guard.check()
+    assert feed(guard, 1, 0.0, 0.0, (0,)) == 0.0
+    guard.check_now()

@@ -1,0 +1,343 @@
+"""Saving and resuming: what a training loop calls."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.agreement import Agreement
+from torchtitan.checkpoint.files import HashedFiles
+from torchtitan.checkpoint.folder import CheckpointFolder
+from torchtitan.checkpoint.manifest import MANIFEST, STATE, DamagedError, Manifest, read_manifest
+from torchtitan.checkpoint.matching import TensorInfo, differences
+from torchtitan.checkpoint.storage import (
+    read_metadata,
+    read_tensors,
+    stage,
+    tensors_in,
+    write_tensors,
+)
+from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer(Configurable):
+    """Writes checkpoints that are complete or absent, and reads only those that are what was written.
+
+    All ranks make the same calls in the same order; those marked collective meet there. Whatever fails on one
+    rank raises on all of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """When to save, what to keep, and where to resume from."""
+
+        OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
+            {
+                "every_n_steps",
+                "keep_latest",
+                "keep_every_n_steps",
+                "async_save",
+                "resume",
+                "allow_changes",
+                "verify_hashes",
+            }
+        )
+
+        every_n_steps: int = 500
+        """Save after every so many optimizer steps; 0 saves at the end of the run only."""
+        keep_latest: int = 2
+        """How many of the newest complete checkpoints to keep. With 2, a damaged one can be survived."""
+        keep_every_n_steps: int = 0
+        """Checkpoints whose step is a multiple of this are never deleted; 0 exempts none."""
+        async_save: bool = False
+        """Copy the state to CPU memory and write it while training goes on. Needs CPU memory for one copy."""
+        resume: str = "latest"
+        """Where to start: `latest` (the newest complete checkpoint of this run's folder, if there is one),
+        `never`, or the path of a checkpoint folder."""
+        allow_changes: tuple[str, ...] = ()
+        """Dotted paths of settings that may differ from those of the checkpoint although they change what is
+        computed, for example `optimizer.lr`."""
+        verify_hashes: bool = True
+        """Compare every file with its sha256 before resuming. Sizes are always compared."""
+
+        def check(self) -> Iterator[Problem]:
+            """Intervals, counts, and whether a checkpoint named in ``resume`` exists."""
+            for name in ("every_n_steps", "keep_every_n_steps"):
+                if getattr(self, name) < 0:
+                    yield Problem(
+                        name,
+                        getattr(self, name),
+                        "is negative",
+                        "set a number of steps, or 0 for none",
+                    )
+            if self.keep_latest < 1:
+                yield Problem(
+                    "keep_latest", self.keep_latest, "would keep no checkpoint", "set 1 or more"
+                )
+            if (
+                self.resume not in ("latest", "never")
+                and not (Path(self.resume) / MANIFEST).is_file()
+            ):
+                yield Problem(
+                    "resume",
+                    self.resume,
+                    f"is no complete checkpoint: it has no {MANIFEST}",
+                    "set latest, never, or the path of a step-... folder",
+                )
+
+        def build(self, *, folder: str | Path) -> "Checkpointer":
+            """Make the checkpointer of the run in ``folder``. Collective.
+
+            Raises:
+                CheckpointError: if ``folder`` is not writable.
+            """
+            return Checkpointer(self, Path(folder))
+
+    def __init__(self, config: Config, run_folder: Path) -> None:
+        self.config = config
+        self.folder = CheckpointFolder(run_folder / "checkpoints")
+        self._ranks = Agreement()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._verified: set[Path] = set()
+        self._ranks.each(f"{self.folder.path} is not writable", self.folder.probe)
+        self._ranks.first(f"cleaning up {self.folder.path}", self.folder.sweep)
+
+    def due(self, step: int) -> bool:
+        """Whether ``every_n_steps`` asks for a checkpoint after ``step``."""
+        return self.config.every_n_steps > 0 and step % self.config.every_n_steps == 0
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        rank_tensors: dict[str, Tensor],
+        state: dict[str, Any],
+    ) -> None:
+        """Save, or with ``async_save`` copy and begin to save; waits for an earlier save first. Collective.
+
+        Args:
+            step: optimizer steps taken.
+            tensors: sharded (DTensor) or replicated tensors by name, the same names on all ranks.
+            rank_tensors: tensors of this rank alone (the state of its random generators).
+            state: everything else, as JSON; rank 0's is stored.
+
+        Raises:
+            CheckpointError: if it, or the earlier save, failed on any rank; older checkpoints are untouched.
+        """
+        self.wait()
+        what = f"checkpoint of step {step}"
+        rank = self._ranks.rank
+        everything = tensors | {
+            _rank_name(rank, name): tensor for name, tensor in rank_tensors.items()
+        }
+        state_json = self._ranks.first(what, lambda: json.dumps(state, indent=1).encode())
+        if not self.config.async_save:
+            self._write(step, everything, state_json, staged=False)
+            return
+        copies: dict[str, Tensor] = {}
+        self._ranks.each(what, lambda: copies.update(stage(everything)))
+        self._pending = self._thread.submit(self._write, step, copies, state_json, staged=True)
+
+    def wait(self) -> None:
+        """Finish the pending save, if there is one.
+
+        Raises:
+            CheckpointError: if it failed, on any rank.
+        """
+        if self._pending is not None:
+            wait([self._pending])
+            finished, self._pending = self._pending, None
+            finished.result()
+
+    def close(self) -> None:
+        """Finish the pending save and stop the thread; raises like `wait`."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint of this run's folder, not verified."""
+        return self.folder.latest()
+
+    def resolve(self, resume: str) -> Path | None:
+        """Choose and verify the checkpoint to start from; None means from the beginning. Collective.
+
+        Args:
+            resume: as in the config. ``latest`` renames damaged checkpoints to ``.corrupt`` and goes back to the
+                one before; a path must be whole.
+
+        Raises:
+            CheckpointError: if the named checkpoint is damaged, or all that were complete are.
+        """
+        self.wait()
+        if resume == "never":
+            return None
+        if resume != "latest":
+            self._require_whole(Path(resume))
+            return Path(resume)
+        while path := self._ranks.first("looking for checkpoints", self.latest):
+            damage = self._damage(path)
+            if not damage:
+                return path
+            aside = self._ranks.first(
+                f"renaming the damaged {path}",
+                lambda path=path: self.folder.set_aside(path, "corrupt"),
+            )
+            log.error("%s; it is kept as %s, trying the one before", damage, aside.name)
+        if corrupt := self._ranks.first("looking for checkpoints", self.folder.corrupt):
+            raise CheckpointError(
+                f"no usable checkpoint is left in {self.folder.path}: {', '.join(p.name for p in corrupt)}; "
+                "restore one from a copy, or delete them or set resume=never to start from the beginning"
+            )
+        return None
+
+    def read_state(self, path: Path) -> dict[str, Any]:
+        """The ``state`` that was saved; its file is always compared with its hash.
+
+        Raises:
+            CheckpointError: if ``path`` is no checkpoint, or the file is damaged.
+        """
+        if damage := read_manifest(path).damage(path, [STATE], verify_hashes=True):
+            raise DamagedError(f"{path}: {damage[STATE]}")
+        return json.loads((path / STATE).read_bytes())
+
+    def load(self, path: Path, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor]) -> None:
+        """Load a checkpoint into ``tensors`` and ``rank_tensors``, in place. Collective.
+
+        Nothing is changed unless every name, shape and dtype fits and the files are whole. The number of ranks
+        and the sharding may differ from those of the run that saved it; a rank tensor that was not saved for
+        this rank keeps its value.
+
+        Raises:
+            CheckpointError: lists all tensors that do not fit, or names the damaged files.
+        """
+        self.wait()
+        if path not in self._verified:
+            self._require_whole(path)
+        self._ranks.each(f"loading {path}", lambda: self._read(path, tensors, rank_tensors))
+
+    def _read(
+        self, path: Path, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor]
+    ) -> None:
+        manifest = read_manifest(path)
+        metadata = read_metadata(path)
+        saved = tensors_in(metadata)
+        mine = {_rank_name(self._ranks.rank, name): tensor for name, tensor in rank_tensors.items()}
+        targets = tensors | {name: tensor for name, tensor in mine.items() if name in saved}
+        relevant = {
+            name: info for name, info in saved.items() if name in targets or not _is_rank_name(name)
+        }
+        wanted = {name: TensorInfo.of(tensor) for name, tensor in targets.items()}
+        if lines := differences(relevant, wanted):
+            raise CheckpointError(
+                f"{len(lines)} of its tensors do not fit this run; resume with the config that it was saved with, "
+                "or start afresh with resume=never:\n  " + "\n  ".join(lines)
+            )
+        if manifest.world_size != self._ranks.world_size:
+            log.info(
+                "%s: saved by %d ranks, loaded by %d",
+                path,
+                manifest.world_size,
+                self._ranks.world_size,
+            )
+        if self._ranks.world_size > manifest.world_size or len(mine) > len(targets) - len(tensors):
+            log.warning(
+                "%s has no random state for some ranks or devices; they keep their own", path
+            )
+        read_tensors(path, metadata, targets)
+
+    def _write(
+        self, step: int, tensors: dict[str, Tensor], state_json: bytes, *, staged: bool
+    ) -> None:
+        begin = time.monotonic()
+        what = f"checkpoint of step {step}"
+        n_bytes = len(state_json) + sum(
+            tensor.numel()
+            * tensor.element_size()
+            * (self._ranks.world_size if _is_rank_name(name) else 1)
+            for name, tensor in tensors.items()
+        )
+        temporary = self._ranks.first(what, lambda: self.folder.begin(step, n_bytes))
+        try:
+            files, infos = write_tensors(self._ranks, temporary, tensors, staged=staged)
+            manifest = Manifest(step, torch.__version__, self._ranks.world_size, files, infos)
+            path = self._ranks.first(what, lambda: self._commit(temporary, manifest, state_json))
+        except Exception as error:
+            if self._ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, CheckpointError) and not str(error).startswith(what):
+                raise CheckpointError(f"{what}: {error}") from error
+            raise
+        log.info("saved %s, %.3f GiB in %.1f s", path, n_bytes / 2**30, time.monotonic() - begin)
+
+    def _commit(self, temporary: Path, manifest: Manifest, state_json: bytes) -> Path:
+        own = HashedFiles()
+        with own.create(temporary / STATE) as file:
+            file.write(state_json)
+        manifest.files.update(own.records)
+        manifest.write(temporary)
+        path = self.folder.commit(temporary)
+        every = self.config.keep_every_n_steps
+        self.folder.prune(
+            self.config.keep_latest,
+            keep=lambda step: step == manifest.step or (every > 0 and step % every == 0),
+        )
+        return path
+
+    def _require_whole(self, path: Path) -> None:
+        if damage := self._damage(path):
+            raise CheckpointError(f"{damage}; restore it from a copy, or resume from another one")
+
+    def _damage(self, path: Path) -> str | None:
+        """What is wrong with the checkpoint, naming files and tensors; the ranks share the reading."""
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+
+        def mine() -> dict[str, str]:
+            try:
+                manifest = read_manifest(path)
+            except DamagedError as error:
+                return {MANIFEST: str(error)}
+            share = sorted(manifest.files)[rank::world_size]
+            damage = manifest.damage(path, share, verify_hashes=self.config.verify_hashes)
+            return {name: text + _tensors_hit(path, name) for name, text in damage.items()}
+
+        merged: dict[str, str] = {}
+        for found in self._ranks.each(f"verifying {path}", mine):
+            merged |= found
+        if merged:
+            return f"the checkpoint {path} is damaged: {'; '.join(merged.values())}"
+        self._verified.add(path)
+        return None
+
+
+def _tensors_hit(path: Path, file: str) -> str:
+    """The tensors with a part in a damaged file, for the error text; empty if that cannot be told."""
+    if not file.endswith(".distcp"):
+        return ""
+    try:
+        names = list(tensors_in(read_metadata(path), file))
+    except CheckpointError:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" (it holds {', '.join(names[:3])}{more})"
+
+
+def _rank_name(rank: int, name: str) -> str:
+    return f"rank/{rank}/{name}"
+
+
+def _is_rank_name(name: str) -> bool:
+    return name.startswith("rank/")

@@ -1,0 +1,16 @@
+"""The one place that writes to the terminal for the commands."""
+
+import sys
+
+
+def say(text: str) -> None:
+    """Write what the user asked for, to stdout."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()
+
+
+def complain(text: str) -> None:
+    """Write what went wrong, to stderr."""
+    sys.stdout.flush()
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,21 @@
+from torchtitan.config.configurable import ChecksWorld, Configurable, Problem
+from torchtitan.config.differences import Difference, differences
+from torchtitan.config.serialize import from_dict, to_dict
+from torchtitan.config.show import format_tree
+from torchtitan.config.tree import Entry, check_tree, clone, leaves, walk
+
+__all__ = [
+    "ChecksWorld",
+    "Configurable",
+    "Difference",
+    "Entry",
+    "Problem",
+    "check_tree",
+    "clone",
+    "differences",
+    "format_tree",
+    "from_dict",
+    "leaves",
+    "to_dict",
+    "walk",
+]

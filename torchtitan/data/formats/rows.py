@@ -1,0 +1,72 @@
+"""The rows of one file."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan.data.source import BadRow, text_of
+
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """How files are read.
+
+    Attributes:
+        text_field: name of the field or column that holds the text.
+        cache_folder: where plain copies are kept; None is the default.
+    """
+
+    text_field: str
+    cache_folder: str | None
+
+
+class Rows(Protocol):
+    """The rows of one file; a class, so that it can be sent to a worker."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> str:
+        """Text of row ``index``; raises BadRow."""
+        ...
+
+
+class Spans:
+    """Rows that are spans of bytes in a file; 20 bytes of memory each.
+
+    Args:
+        path: the file that has the bytes.
+        shown: the file that the user knows, for messages.
+        parse: from the bytes and the place of a row to the value of its text field; raises BadRow, or
+            UnicodeDecodeError for bytes that are not UTF-8.
+    """
+
+    def __init__(self, path: Path, shown: Path, parse: Callable[[bytes, str], object]) -> None:
+        self.path = path
+        self.shown = shown
+        self.parse = parse
+        self._starts, self._ends, self._lines = array("q"), array("q"), array("I")
+
+    def add(self, start: int, end: int, line: int) -> None:
+        """Add the row in bytes ``start`` to ``end``, which begins in ``line`` (from 1)."""
+        self._starts.append(start)
+        self._ends.append(end)
+        self._lines.append(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, index: int) -> str:
+        """Text of row ``index``. The file is opened each time, so that forked workers share no position in it."""
+        start, end = self._starts[index], self._ends[index]
+        place = f"{self.shown} line {self._lines[index]}"
+        with self.path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        try:
+            return text_of(self.parse(data, place), place)
+        except UnicodeDecodeError as error:
+            raise BadRow("invalid_utf8", place, f"byte {error.start} of the row is not UTF-8") from error

@@ -1,0 +1,105 @@
+"""What a source of documents is, and what a row that holds no usable text is."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtitan.config.configurable import Configurable, Problem
+
+
+class BadRow(Exception):  # noqa: N818 - a finding that the policy of the loader turns into a count or an error
+    """A row without usable text.
+
+    Args:
+        kind: what is wrong, one of a few words that are counted (``broken``, ``missing_field``, ``null``,
+            ``not_text``, ``invalid_utf8``).
+        place: file and row, such as ``data/a.jsonl line 17``.
+        reason: the same for a reader, with what was found.
+    """
+
+    def __init__(self, kind: str, place: str, reason: str) -> None:
+        super().__init__(kind, place, reason)
+        self.kind = kind
+        self.place = place
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+class Source(Configurable):
+    """Where documents come from; a subclass of `MapSource` or `SequentialSource`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Settings that all sources share."""
+
+        weight: float = 1.0
+        """Share of the tokens, relative to the weights of the other sources; greater than 0."""
+
+        def check(self) -> Iterator[Problem]:
+            """A weight of zero would be a source that is listed and never read."""
+            if not self.weight > 0:
+                yield Problem(
+                    "weight", self.weight, "is not greater than 0", "set a positive weight or remove the source"
+                )
+
+        def build(self) -> "MapSource | SequentialSource":
+            """Open the source; each kind of source has its own."""
+            raise NotImplementedError(f"{type(self).__qualname__} does not define build()")
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Name and size for messages, such as ``Files(data): 3 files, 1200 rows``."""
+
+
+class MapSource(Source):
+    """A source whose documents can be read in any order."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows, good and bad."""
+
+    @abstractmethod
+    def read(self, index: int) -> str:
+        """Text of row ``index``.
+
+        Raises:
+            BadRow: if the row has no usable text.
+        """
+
+
+class SequentialSource(Source):
+    """A source that can only be read in order, such as a data set streamed over the network."""
+
+    @abstractmethod
+    def rows(self, *, start: int, shuffle_seed: int | None) -> Iterator[object]:
+        """The values of the text field of one epoch, from row ``start`` on; ``text_of`` judges them.
+
+        Args:
+            start: rows of the epoch to leave out.
+            shuffle_seed: decides the epoch's order; None keeps the order of the data.
+        """
+
+    @abstractmethod
+    def place(self, row: int) -> str:
+        """Where the row with this number (from 0, in the order read) is, for messages."""
+
+
+def text_of(value: object, place: str) -> str:
+    """The value of a text field, if it is text.
+
+    Raises:
+        BadRow: for None, another type, or a str with lone surrogates, which no UTF-8 text can hold.
+    """
+    if value is None:
+        raise BadRow("null", place, "the text is null")
+    if not isinstance(value, str):
+        raise BadRow("not_text", place, f"the text is of type {type(value).__name__}, not a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            "invalid_utf8", place, f"the text has a lone surrogate at character {error.start}"
+        ) from error
+    return value

@@ -1,0 +1,150 @@
+"""The decoder-only transformer, built from swappable layers."""
+
+# Shapes: B batch, S sequence, D dim, Dh head dim.
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from torchtitan.config.configurable import Problem
+from torchtitan.models.layers.attention import GQA
+from torchtitan.models.layers.embedding import Embedding
+from torchtitan.models.layers.feed_forward import SwiGLU
+from torchtitan.models.layers.head import Head
+from torchtitan.models.layers.linear import Linear
+from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.norm import RMSNorm
+from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.model import Model, ParameterCounts
+
+
+class Decoder(Model):
+    """Embedding, pre-norm blocks of attention and feed-forward, final norm; the head stands beside them."""
+
+    batch_fields = ("tokens", "positions", "document_ids")
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Model.Config):
+        """Settings of `Decoder`."""
+
+        dim: int
+        """Width of the residual stream."""
+        n_layers: int
+        """Number of blocks."""
+        attention: GQA.Config
+        """Attention of every block."""
+        feed_forward: SwiGLU.Config
+        """Feed-forward layer of every block."""
+        norm: RMSNorm.Config = field(default_factory=RMSNorm.Config)
+        """Norm before each layer and before the head."""
+        rope: RoPE.Config = field(default_factory=RoPE.Config)
+        """Position embedding."""
+        head: Head.Config = field(default_factory=Head.Config)
+        """Output head."""
+        tied: bool = False
+        """Use the embedding's weight as the head's."""
+        init_std: float = 0.02
+        """Standard deviation of the weights at the start; projections into the residual stream get
+        init_std / sqrt(2 * n_layers), the head at most 1 / sqrt(dim)."""
+
+        def check(self) -> Iterator[Problem]:
+            """See `Configurable.Config.check`."""
+            for name in ("vocab_size", "dim", "n_layers"):
+                if getattr(self, name) < 1:
+                    yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
+            if self.init_std <= 0:
+                yield Problem("init_std", self.init_std, "is not positive", "set one such as 0.02")
+            heads = self.attention.n_heads
+            if self.attention.head_dim is None and heads > 0 and self.dim % (2 * heads):
+                yield Problem(
+                    "attention.n_heads",
+                    heads,
+                    f"makes heads of dim={self.dim} / {heads} features, which is not an even number",
+                    "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
+                )
+
+        def build(self) -> "Decoder":
+            """Make the decoder."""
+            return Decoder(self)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
+        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
+        self.norm = config.norm.build(config.dim)
+        head_std = min(config.init_std, config.dim**-0.5)  # logits below 1: the loss starts near ln V
+        self.head = config.head.build(
+            dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
+        )
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.rope = config.rope.build(config.attention.resolved_head_dim(config.dim))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """``(B, S) -> (B, S, D)`` hidden states, after the final norm.
+
+        Args:
+            tokens: ``(B, S)`` ids.
+            positions: ``(B, S)``, from 0 in each document.
+            document_ids: ``(B, S)``, equal for tokens that may attend to each other; None when every row is one
+                document.
+        """
+        rope = self.rope(positions)  # 2 x (B, S, 1, Dh)
+        mask = Mask(document_ids)
+        hidden_states = self.embedding(tokens)  # (B, S, D)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, rope, mask)
+        return self.norm(hidden_states)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """See `Model.blocks`."""
+        return list(self.layers)
+
+    def edge_units(self) -> Sequence[nn.Module]:
+        """See `Model.edge_units`; a tied table has two users, so it stays with the whole."""
+        return [] if self.config.tied else [self.embedding, self.head]
+
+    def parameter_counts(self) -> ParameterCounts:
+        """See `Model.parameter_counts`."""
+        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear | Head))
+        return ParameterCounts(
+            total=sum(p.numel() for p in self.parameters()),
+            matmul=matmul,
+            embedding=self.embedding.weight.numel(),
+        )
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """See `Model.flops_per_token`: ``6 * P_matmul + 6 * L * H * 2 * Dh * S``, the second halved when causal."""
+        scores = sum(
+            m.score_flops_per_token(seq_len, causal=causal)
+            for m in self.modules()
+            if isinstance(m, GQA)
+        )
+        return 6.0 * self.parameter_counts().matmul + scores
+
+
+class DecoderBlock(nn.Module):
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(self, config: Decoder.Config) -> None:
+        super().__init__()
+        residual_std = config.init_std / (2 * config.n_layers) ** 0.5
+        self.attention_norm = config.norm.build(config.dim)
+        self.attention = config.attention.build(
+            dim=config.dim, init_std=config.init_std, residual_std=residual_std
+        )
+        self.feed_forward_norm = config.norm.build(config.dim)
+        self.feed_forward = config.feed_forward.build(
+            dim=config.dim, init_std=config.init_std, residual_std=residual_std
+        )
+
+    def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """``(B, S, D) -> (B, S, D)``."""
+        hidden_states = hidden_states + self.attention(
+            self.attention_norm(hidden_states), rope, mask
+        )
+        return hidden_states + self.feed_forward(self.feed_forward_norm(hidden_states))

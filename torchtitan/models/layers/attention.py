@@ -1,0 +1,151 @@
+"""Grouped-query attention, and the scaled-dot-product backend inside it."""
+
+# Shapes: B batch, S sequence, D dim, H query heads, K kv heads, Dh head dim. "/tp" = local to a TP rank.
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.models.layers.linear import Linear
+from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.rope import apply_rope
+
+
+class SDPA(nn.Module, Configurable):
+    """Inner attention on ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Packed documents: on a CPU each document is its own causal call (6 to 14 times faster there than a dense mask
+    at 4,096 tokens); on a GPU one call with a boolean mask that all layers share, since document lengths would
+    have to be read back to the host.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """`SDPA` has no settings."""
+
+        def build(self) -> "SDPA":
+            """Make the backend."""
+            return SDPA()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """``(B, S, H, Dh), 2 x (B, S, K, Dh) -> (B, S, H, Dh)``."""
+        lengths = mask.document_lengths if q.device.type == "cpu" else None
+        if lengths is not None:
+            return self._per_document(q, k, v, mask, lengths)
+        if mask.window is None and (mask.document_ids is None or q.device.type == "cpu"):
+            return _attend(q, k, v, is_causal=mask.causal)
+        return _attend(q, k, v, attn_mask=mask.dense(q.shape[1], q.device))
+
+    @staticmethod
+    def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lengths: list[int]) -> Tensor:
+        """Attend within each document: rows are laid end to end and split, so the backward is one concatenation."""
+        parts = (t.flatten(0, 1).split(lengths) for t in (q, k, v))  # each (L, H|K, Dh)
+        single = Mask(causal=mask.causal, window=mask.window)
+        outputs = []
+        for q_doc, k_doc, v_doc in zip(*parts, strict=True):
+            length = q_doc.shape[0]
+            one = (q_doc[None], k_doc[None], v_doc[None])  # (1, L, H|K, Dh)
+            if mask.window is None or length <= mask.window:
+                out = _attend(*one, is_causal=mask.causal)
+            else:
+                out = _attend(*one, attn_mask=single._make_dense(length, q.device))
+            outputs.append(out[0])
+        return torch.cat(outputs).view_as(q)  # (B, S, H, Dh)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, attn_mask: Tensor | None = None
+) -> Tensor:
+    """``(B, S, H, Dh), 2 x (B, S, K, Dh) -> (B, S, H, Dh)``; SDPA itself wants heads before the sequence."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H|K, S, Dh)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+class GQA(nn.Module, Configurable):
+    """Grouped-query attention (arXiv:2305.13245); with as many kv heads as query heads it is multi-head."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Settings of `GQA`."""
+
+        n_heads: int
+        """Query heads; a multiple of `n_kv_heads`."""
+        n_kv_heads: int | None = None
+        """Key/value heads; None means one per query head (multi-head attention)."""
+        head_dim: int | None = None
+        """Features of a head, even; None means dim / n_heads."""
+        window: int | None = None
+        """Keys that a query sees, itself included; None for all."""
+        inner: SDPA.Config = field(default_factory=SDPA.Config)
+        """Backend that gets q, k, v and the mask."""
+
+        def check(self) -> Iterator[Problem]:
+            """See `Configurable.Config.check`."""
+            if self.n_heads < 1:
+                yield Problem("n_heads", self.n_heads, "is not positive", "set at least 1")
+            elif self.n_kv_heads is not None and (
+                self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads
+            ):
+                divisors = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+                yield Problem(
+                    "n_kv_heads",
+                    self.n_kv_heads,
+                    f"does not divide n_heads={self.n_heads}",
+                    f"choose one of {divisors}",
+                )
+            if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+                yield Problem(
+                    "head_dim",
+                    self.head_dim,
+                    "is not even and positive",
+                    "RoPE turns pairs of features",
+                )
+            if self.window is not None and self.window < 1:
+                yield Problem(
+                    "window", self.window, "is not positive", "set None for full attention"
+                )
+
+        def build(self, *, dim: int, init_std: float, residual_std: float) -> "GQA":
+            """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
+            return GQA(self, dim=dim, init_std=init_std, residual_std=residual_std)
+
+        def resolved_head_dim(self, dim: int) -> int:
+            """Features of a head in a model of width ``dim``."""
+            return self.head_dim if self.head_dim is not None else dim // self.n_heads
+
+    def __init__(self, config: Config, *, dim: int, init_std: float, residual_std: float) -> None:
+        super().__init__()
+        self.head_dim = config.resolved_head_dim(dim)
+        self.window = config.window
+        q_dim = config.n_heads * self.head_dim
+        kv_dim = (config.n_kv_heads or config.n_heads) * self.head_dim
+        self.q_proj = Linear(dim, q_dim, init_std=init_std)
+        self.k_proj = Linear(dim, kv_dim, init_std=init_std)
+        self.v_proj = Linear(dim, kv_dim, init_std=init_std)
+        self.out_proj = Linear(q_dim, dim, init_std=residual_std)
+        self.inner = config.inner.build()
+
+    def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """``(B, S, D) -> (B, S, D)``; ``rope`` is what `RoPE` made of the positions."""
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, H/tp, Dh)
+        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
+        v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
+        return self.out_proj(out.flatten(2))  # (B, S, D)
+
+    def score_flops_per_token(self, seq_len: int, *, causal: bool) -> float:
+        """Forward and backward FLOPs of the scores and their sum over values, per token.
+
+        ``6 * H * (Dh_qk + Dh_v) * S``, halved when causal; the projections are counted with the parameters.
+        """
+        keys = seq_len if self.window is None else min(seq_len, self.window)
+        flops = 6.0 * self.q_proj.out_features * 2 * keys
+        return flops / 2 if causal and keys == seq_len else flops

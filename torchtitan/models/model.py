@@ -1,0 +1,69 @@
+"""What the rest of the library may ask of a model, whatever its family."""
+
+# Shapes: B batch, S sequence, D dim.
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from torchtitan.config.configurable import Configurable
+from torchtitan.models.layers.head import Head
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """Exact numbers of parameters; a shared one counts once.
+
+    Attributes:
+        total: all of them.
+        matmul: those that each token is multiplied with, the head included (a tied table counts here).
+        embedding: those of the token embedding.
+    """
+
+    total: int
+    matmul: int
+    embedding: int
+
+
+class Model(nn.Module, Configurable):
+    """A model that says how it can be cut, and lets the library do the cutting.
+
+    ``forward`` takes the `batch_fields` of a batch and returns ``(B, S, D)`` hidden states, after the final norm.
+    Built on the meta device; `torchtitan.models.layers.init.init_weights` or a checkpoint fills it.
+    """
+
+    batch_fields: ClassVar[tuple[str, ...]]
+    """Fields of the batch that ``forward`` takes, in order; the trainer hands over these and knows none of them."""
+
+    head: Head
+    """A submodule that ``forward`` does not run: the objective asks it for what it needs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Settings of a model family."""
+
+        vocab_size: int
+        """Rows of the embedding and of the head; at least the tokenizer's."""
+
+        @abstractmethod
+        def build(self) -> "Model":
+            """Make the model on the current default device (meta, as a rule)."""
+
+    @abstractmethod
+    def blocks(self) -> Sequence[nn.Module]:
+        """The repeated units in order: FSDP wraps, checkpointing recomputes and pipelines cut between them."""
+
+    @abstractmethod
+    def edge_units(self) -> Sequence[nn.Module]:
+        """Modules outside the blocks that are large enough to be gathered on their own (embedding, head)."""
+
+    @abstractmethod
+    def parameter_counts(self) -> ParameterCounts:
+        """Count the parameters of the whole model."""
+
+    @abstractmethod
+    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """FLOPs of forward and backward per token, without recomputation, at ``seq_len`` tokens a row."""

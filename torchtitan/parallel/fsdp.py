@@ -1,0 +1,63 @@
+"""Data parallelism: FSDP2, HSDP and replication by one mechanism."""
+
+import torch
+from torch import nn
+
+from torchtitan import torch_api
+from torchtitan.models.model import Model
+from torchtitan.parallel.mesh import Mesh
+
+
+def apply_fsdp(
+    model: Model, mesh: Mesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """Shard the parameters of ``model`` in place over the mesh: one unit a block, one an edge unit, one for the rest.
+
+    The same path at every degree: one rank is a mesh of one, and ``dp_shard=1`` with ``dp_replicate>1`` is what DDP
+    does. Gradients come out as *sums* over the data ranks (the losses are already divided by the global count), in
+    float32.
+
+    Args:
+        model: on the meta device.
+        mesh: whose ``fsdp`` axes are (dp_replicate, dp_shard).
+        compute_dtype: type of the gathered parameters and the activations; the shards stay float32.
+        reshard_after_forward: free a block's gathered parameters until its backward.
+    """
+    policy = torch_api.MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # RoPE's tables stay float32
+    )
+    blocks = list(model.blocks())
+    for unit in [*blocks, *model.edge_units()]:
+        # What runs last in the forward is needed first in the backward: gathering it again would be waste.
+        last = unit is model.head or unit is blocks[-1]
+        torch_api.fully_shard(
+            unit,
+            mesh=mesh.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward and not last,
+        )
+    torch_api.fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    for unit in fsdp_units(model):
+        unit.set_gradient_divide_factor(1.0)
+        if mesh.device.type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def fsdp_units(model: nn.Module) -> "list[torch_api.FSDPModule]":
+    """The modules of ``model`` that gather their parameters together."""
+    return [m for m in model.modules() if isinstance(m, torch_api.FSDPModule)]
+
+
+def set_gradient_sync(model: nn.Module, *, last_microbatch: bool) -> None:
+    """Reduce gradients over the ranks in the next backward only if it is the step's last."""
+    for unit in fsdp_units(model):
+        unit.set_requires_gradient_sync(last_microbatch, recurse=False)
+        unit.set_is_last_backward(last_microbatch)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter, so that ``model.parameters()`` are the shards (after a forward without backward)."""
+    for unit in fsdp_units(model):
+        unit.reshard()

@@ -1,0 +1,50 @@
+"""The one place that stacks the parallelisms, in order, for every model."""
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from torchtitan.models.layers.init import init_weights
+from torchtitan.models.model import Model
+from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.mesh import Mesh
+
+
+def parallelize(
+    config: Model.Config,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    seed: int,
+) -> Model:
+    """Build a model on the meta device, cut it, and only then give each rank memory for its part.
+
+    Args:
+        config: of the model.
+        mesh: of the run.
+        compute_dtype: type of matmuls and activations; parameters are kept in float32.
+        reshard_after_forward: see `Mesh.Config`.
+        seed: of the initial weights.
+    """
+    with torch.device("meta"):
+        model = config.build()
+    apply_fsdp(
+        model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward
+    )
+    _materialise(model, mesh.device)
+    init_weights(model, seed)
+    return model
+
+
+def _materialise(model: Model, device: torch.device) -> None:
+    """Give the parameters memory on ``device``; one that several modules share stays one."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users[parameter].append((module, name))
+    model.to_empty(device=device)
+    for (first, first_name), *others in users.values():
+        for module, name in others:
+            setattr(module, name, getattr(first, first_name))

@@ -1,0 +1,63 @@
+"""The parts of torch that are slow to import or new, each imported on first use.
+
+``import torch`` alone does not load DTensor, FSDP2 or distributed checkpoints; they cost another 0.7 s of CPU,
+which ``--help``, ``--dry-run`` and every config error would pay. So the package writes ``torch_api.DTensor``
+and pays when it is touched. Whatever differs between the supported torch versions (>= 2.11) belongs here too.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.cuda as cuda
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.elastic.rendezvous as rendezvous
+    from torch.distributed import TCPStore
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+_HOME = {
+    "cuda": "torch.cuda",
+    "rendezvous": "torch.distributed.elastic.rendezvous",
+    "TCPStore": "torch.distributed:TCPStore",
+    "dcp": "torch.distributed.checkpoint",
+    "DeviceMesh": "torch.distributed.device_mesh:DeviceMesh",
+    "init_device_mesh": "torch.distributed.device_mesh:init_device_mesh",
+    "FSDPModule": "torch.distributed.fsdp:FSDPModule",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp:MixedPrecisionPolicy",
+    "fully_shard": "torch.distributed.fsdp:fully_shard",
+    "DTensor": "torch.distributed.tensor:DTensor",
+    "Partial": "torch.distributed.tensor:Partial",
+    "Replicate": "torch.distributed.tensor:Replicate",
+    "Shard": "torch.distributed.tensor:Shard",
+    "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
+}
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "TCPStore",
+    "cuda",
+    "dcp",
+    "distribute_tensor",
+    "fully_shard",
+    "init_device_mesh",
+    "rendezvous",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    found: Any = importlib.import_module(module)
+    if attribute:
+        found = getattr(found, attribute)
+    globals()[name] = found
+    return found

@@ -1,0 +1,358 @@
+"""The one Trainer: it consumes a config tree and trains, whatever the model, the method and the scale."""
+
+import contextlib
+import copy
+import gc
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.batch import Batch
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.config import Configurable, Problem, to_dict
+from torchtitan.data.loader import Loader
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import ConfigError, NumericsError, Preempted
+from torchtitan.metrics import Metrics, RunInfo
+from torchtitan.models.model import Model
+from torchtitan.objectives.next_token import NextToken
+from torchtitan.optim.clipping import clip_gradients, global_grad_norm
+from torchtitan.optim.optimizer import AdamW, Optimizer
+from torchtitan.optim.schedule import Schedule
+from torchtitan.parallel.mesh import Mesh, pick_device
+from torchtitan.parallel.parallelize import parallelize
+from torchtitan.training.engine import Engine
+from torchtitan.training.feed import Feed
+from torchtitan.training.guard import Guard
+from torchtitan.training.resume import check_same_mathematics
+from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
+from torchtitan.training.settings import Training
+from torchtitan.training.signals import StopRequest
+from torchtitan.training.trainable import Trainable
+from torchtitan.training.validation import Validation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a step reports; tensors stay on the device until they are logged.
+
+    Attributes:
+        loss: global loss before the update.
+        grad_norm: global norm before clipping.
+        lr: learning rate of the first parameter group.
+        metrics: the objective's own means.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    metrics: dict[str, Tensor]
+
+
+class Trainer(Configurable):
+    """Builds what the config names, steps it, and keeps the run safe around the steps."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """A whole run."""
+
+        OPERATIONAL = frozenset({"folder", "parallelism", "validation", "checkpoint", "metrics"})
+
+        model: Model.Config
+        """What is trained."""
+        tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
+        """From text to token ids."""
+        data: Loader.Config
+        """What it is trained on."""
+        objective: NextToken.Config = field(default_factory=NextToken.Config)
+        """What a batch costs: the training method."""
+        optimizer: Optimizer.Config = field(default_factory=AdamW.Config)
+        """How gradients move the weights."""
+        schedule: Schedule.Config = field(default_factory=Schedule.Config)
+        """How the learning rate changes over the steps."""
+        training: Training.Config
+        """Steps, batch, precision and seed."""
+        parallelism: Mesh.Config = field(default_factory=Mesh.Config)
+        """How the ranks share the work."""
+        validation: Validation.Config | None = None
+        """Loss on held-out rows; None for none."""
+        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
+        """When the run is saved, and what it resumes from."""
+        metrics: Metrics.Config = field(default_factory=Metrics.Config)
+        """What is measured, and where it goes."""
+        folder: str = ""
+        """Where the run keeps its config, metrics and checkpoints; empty means outputs/<recipe name>."""
+
+        def check(self) -> Iterator[Problem]:
+            """Rules that span the parts; see `Configurable.Config.check`."""
+            for problem in self.schedule.check_lengths(self.training.steps):
+                yield Problem(
+                    f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy
+                )
+
+        def check_world(self, world_size: int) -> Iterator[Problem]:
+            """Rules that need the number of ranks."""
+            found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
+            if not found:
+                replicate, shard = self.parallelism.resolve(world_size)
+                found = [(p, "training") for p in self.training.check_rows(replicate * shard)]
+            for problem, section in found:
+                yield Problem(
+                    f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
+                )
+
+        def resolved(self) -> "Trainer.Config":
+            """A copy in which what was left to be derived is filled in: the tree that is saved with the run."""
+            tree = copy.deepcopy(self)
+            if tree.schedule.steps is None:
+                tree.schedule.steps = tree.training.steps
+            return tree
+
+        def build(self) -> "Trainer":
+            """Join the other ranks, build everything and load the checkpoint to resume from, if there is one."""
+            return Trainer(self)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config = config.resolved()
+        training = config.training
+        self.folder = Path(config.folder)
+        self.step = 0
+        """Optimizer steps done."""
+        self.device = pick_device(training.device)
+        self.mesh = config.parallelism.build(self.device)
+        torch.use_deterministic_algorithms(training.deterministic)
+        seed_everything(training.seed, self.mesh.rank)
+        self.tokenizer = self._build_tokenizer()
+        self.models = {"policy": self._build_policy()}
+        self.loader = self._open_loader(config.data)
+        self.loader_state: dict[str, Any] | None = None
+        self.micro_batch_rows = (
+            training.micro_batch_rows or training.global_batch_rows // self.mesh.dp_world_size
+        )
+        self.checkpointer = config.checkpoint.build(folder=self.folder)
+        self._resume()
+        self.metrics = config.metrics.build(folder=self.folder, run=self._run_info())
+        self.validation = config.validation and config.validation.build(
+            engine=self.models["policy"].engine,
+            open_loader=self._open_loader,
+            micro_batch_rows=self.micro_batch_rows,
+        )
+        self.guard = Guard(self.device, self.mesh.world_size)
+        self.stop = StopRequest()
+
+    def train(self) -> None:
+        """Train to ``training.steps``.
+
+        Raises:
+            Preempted: after SIGTERM or Ctrl-C on any rank; a checkpoint was saved.
+            NumericsError: a loss or gradient was not finite; no weight was changed by it.
+            DataError: a rank ran out of readable data.
+        """
+        feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
+        with self.stop, _controlled_gc(), self._naming_last_checkpoint():
+            for fed in feed.steps(self.config.training.steps - self.step):
+                step = self.train_step(fed.microbatches)
+                self.loader_state = fed.loader_state
+                self.metrics.record(
+                    self.step,
+                    {
+                        "loss": step.loss,
+                        "grad_norm": step.grad_norm,
+                        "lr": step.lr,
+                        "data_wait_s": fed.wait_s,
+                        **step.metrics,
+                    },
+                )
+                self._after_step()
+            self.guard.check_now()
+            if feed.stopped:
+                self.save()
+                self.checkpointer.wait()
+                raise Preempted(
+                    f"stopped after step {self.step} of {self.config.training.steps} and saved "
+                    f"{self.checkpointer.latest()}; run the same command again to go on"
+                )
+            self.checkpointer.wait()
+
+    def train_step(self, microbatches: list[Batch]) -> StepMetrics:
+        """One optimizer step on this rank's rows."""
+        policy = self.models["policy"]
+        microbatches = [self._prepare(batch) for batch in microbatches]
+        totals = policy.engine.totals(microbatches)  # global counts; stay on the device
+        loss = policy.engine.forward_backward(microbatches, totals)
+        grad_norm = global_grad_norm(policy.model.parameters())
+        if self.config.training.max_grad_norm is not None:
+            clip_gradients(policy.model.parameters(), grad_norm, self.config.training.max_grad_norm)
+        skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
+        lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
+        policy.optimizer.step(skip)
+        policy.optimizer.zero_grad()
+        self.step += 1
+        self.guard.check()  # of the step before this one
+        self.guard.start_report()
+        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=loss.metrics)
+
+    def save(self) -> None:
+        """Save everything that decides the next step."""
+        self.guard.check_now()
+        states = [self.loader_state]
+        if self.mesh.world_size > 1:
+            states = [None] * self.mesh.world_size
+            dist.all_gather_object(states, self.loader_state, group=self.mesh.control)
+        self.checkpointer.save(
+            self.step,
+            tensors=self._tensors(),
+            rank_tensors=rng_state(self.device),
+            state={
+                "step": self.step,
+                "config": to_dict(self.config),
+                "loader": Loader.merge_states([state for state in states if state is not None]),
+            },
+        )
+
+    def close(self) -> None:
+        """Write what is still held back, stop workers and leave the other ranks; also after an error."""
+        self.metrics.close()
+        self.loader.close()
+        self.checkpointer.close()
+        self.mesh.close()
+
+    def _after_step(self) -> None:
+        """Everything that happens between steps, each on the same step on all ranks."""
+        last = self.step == self.config.training.steps
+        if self.validation and self.validation.due(self.step, last):
+            self.metrics.log_validation(self.step, self.validation.run())
+        if last or self.checkpointer.due(self.step):
+            self.save()
+        if self.step % self.config.training.gc_every_n_steps == 0:
+            gc.collect()
+
+    @torch.no_grad()
+    def _prepare(self, batch: Batch) -> Batch:
+        models = {name: trainable.model for name, trainable in self.models.items()}
+        return self.models["policy"].objective.prepare(batch, models)
+
+    def _build_tokenizer(self) -> Tokenizer:
+        tokenizer = self.config.tokenizer.build()
+        rows = self.config.model.vocab_size
+        if tokenizer.vocab_size > rows:
+            raise ConfigError(
+                f"model.vocab_size={rows} is less than the tokenizer's {tokenizer.vocab_size} entries; "
+                f"set model.vocab_size to at least {tokenizer.vocab_size}"
+            )
+        return tokenizer
+
+    def _build_policy(self) -> Trainable:
+        config = self.config
+        dtype = Training.compute_dtype(config.training, self.device)
+        model = parallelize(
+            config.model,
+            self.mesh,
+            compute_dtype=dtype,
+            reshard_after_forward=config.parallelism.reshard_after_forward,
+            seed=config.training.seed,
+        )
+        objective = config.objective.build()
+        return Trainable(
+            model=model,
+            objective=objective,
+            optimizer=config.optimizer.build(model.named_parameters()),
+            schedule=config.schedule.build(config.training.steps),
+            engine=Engine(model, objective, self.mesh),
+        )
+
+    def _open_loader(self, config: Loader.Config) -> Loader:
+        return config.build(
+            tokenizer=self.tokenizer,
+            seq_len=self.config.training.seq_len,
+            global_batch_rows=self.config.training.global_batch_rows,
+            dp_rank=self.mesh.dp_rank,
+            dp_world_size=self.mesh.dp_world_size,
+            seed=self.config.training.seed,
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            key: tensor
+            for name, trainable in self.models.items()
+            for key, tensor in trainable.tensors(name).items()
+        }
+
+    def _resume(self) -> None:
+        """Put the run where its checkpoint left it, or save the config of a fresh one."""
+        path = self.checkpointer.resolve(self.config.checkpoint.resume)
+        if path is not None:
+            state = self.checkpointer.read_state(path)
+            check_same_mathematics(
+                state["config"], self.config, self.config.checkpoint.allow_changes
+            )
+            generators = rng_state(self.device)
+            self.checkpointer.load(path, self._tensors(), generators)
+            self.loader.load_state(state["loader"])
+            self.step = state["step"]
+            set_rng_state(generators, self.device)  # last: nothing may draw in between
+            log.info("resumed from %s at step %d", path, self.step)
+        if self.mesh.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(to_dict(self.config), indent=2)
+            (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+    def _run_info(self) -> RunInfo:
+        training, model = self.config.training, self.models["policy"].model
+        counts = model.parameter_counts()
+        tokens_per_step = training.global_batch_rows * training.seq_len
+        gpu = self.device.type == "cuda"
+        log.info(
+            "%s; %d parameters; %d steps of %d tokens (%d rows of %d, micro-batches of %d)",
+            self.mesh.describe(),
+            counts.total,
+            training.steps,
+            tokens_per_step,
+            training.global_batch_rows,
+            training.seq_len,
+            self.micro_batch_rows,
+        )
+        return RunInfo(
+            recipe=self.folder.name,
+            config=to_dict(self.config),
+            total_steps=training.steps,
+            tokens_per_step_global=tokens_per_step,
+            flops_per_token=model.flops_per_token(training.seq_len),
+            world_size=self.mesh.world_size,
+            rank=self.mesh.rank,
+            device_type=self.device.type,
+            device_name=torch.cuda.get_device_name(self.device) if gpu else "cpu",
+            compute_dtype=str(Training.compute_dtype(training, self.device)).removeprefix("torch."),
+            n_params=counts.total,
+            start_step=self.step,
+        )
+
+    @contextlib.contextmanager
+    def _naming_last_checkpoint(self) -> Iterator[None]:
+        try:
+            yield
+        except NumericsError as error:
+            newest = self.checkpointer.latest()
+            raise NumericsError(f"{error} (newest checkpoint: {newest or 'none'})") from None
+
+
+@contextlib.contextmanager
+def _controlled_gc() -> Iterator[None]:
+    """Turn automatic garbage collection off, so that ranks do not pause at different moments."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

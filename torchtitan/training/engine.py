@@ -1,0 +1,100 @@
+"""Forward and backward of one optimizer step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.batch import Batch
+from torchtitan.models.model import Model
+from torchtitan.objectives.objective import Context, Objective, Sums
+from torchtitan.parallel.fsdp import set_gradient_sync
+from torchtitan.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """Loss of a whole step, the same on every rank; tensors on the device.
+
+    Attributes:
+        total: the weighted sum of the losses, each over its global count.
+        metrics: named global means: each loss on its own if there are several, and the objective's metrics.
+        nonfinite_by_rank: ``(world_size,)``, 1 where that rank's own loss was not finite.
+    """
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+    nonfinite_by_rank: Tensor
+
+
+class Engine:
+    """Runs micro-batches through a model and its objective; how a step is cut shows nowhere else.
+
+    Args:
+        model: the parallelized model.
+        objective: what a batch costs.
+        mesh: of the run.
+    """
+
+    def __init__(self, model: Model, objective: Objective, mesh: Mesh) -> None:
+        self.model = model
+        self.objective = objective
+        self.mesh = mesh
+
+    def totals(self, microbatches: Sequence[Batch]) -> dict[str, Tensor]:
+        """The objective's normalizers over all micro-batches and data ranks; at least 1, so that an empty one divides."""
+        counts = [self.objective.normalizers(batch) for batch in microbatches]
+        names = list(counts[0])
+        local = torch.stack([torch.stack([c[name] for c in counts]).sum() for name in names])
+        summed = self.mesh.sum_over_data(local.double())
+        return dict(zip(names, summed.clamp(min=1).float().unbind(), strict=True))
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], totals: dict[str, Tensor]
+    ) -> StepLoss:
+        """Add the gradients of the step's total loss to the parameters; they are complete when this returns."""
+        context = Context(totals=totals)
+        sums: list[Sums] = []
+        for i, batch in enumerate(microbatches):
+            set_gradient_sync(self.model, last_microbatch=i == len(microbatches) - 1)
+            micro = self.forward(batch, context)
+            self.weigh(micro, totals).backward()
+            sums.append(micro)
+        return self.reduce(sums, totals)
+
+    def forward(self, batch: Batch, context: Context) -> Sums:
+        """The objective's sums of one micro-batch."""
+        hidden_states = self.model(*(batch[name] for name in self.model.batch_fields))
+        return self.objective.loss(hidden_states, self.model.head, batch, context)
+
+    def weigh(self, sums: Sums, totals: dict[str, Tensor]) -> Tensor:
+        """This micro-batch's part of the step's total loss."""
+        weights = self.objective.loss_weights
+        parts = [weights[name] * loss / totals[name] for name, loss in sums.losses.items()]
+        return torch.stack(parts).sum()
+
+    @torch.no_grad()
+    def reduce(self, sums: Sequence[Sums], totals: dict[str, Tensor]) -> StepLoss:
+        """Add up micro-batches and data ranks: one all-reduce for all that the step reports."""
+        losses = {name: torch.stack([s.losses[name] for s in sums]).sum() for name in totals}
+        pairs = {
+            name: [torch.stack([s.metrics[name][side] for s in sums]).sum() for side in (0, 1)]
+            for name in sums[0].metrics
+        }
+        flags = torch.zeros(self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
+        local = torch.stack(list(losses.values())).double()
+        flags[self.mesh.rank] = (~local.isfinite()).any().double()
+        flat = [local, *(torch.stack(pair).double() for pair in pairs.values()), flags]
+        everywhere = self.mesh.sum_over_data(torch.cat(flat))
+        loss_sums, rest = everywhere[: len(losses)], everywhere[len(losses) :]
+        means = {
+            name: loss / totals[name].double() for name, loss in zip(losses, loss_sums, strict=True)
+        }
+        total = torch.stack(
+            [self.objective.loss_weights[n] * mean for n, mean in means.items()]
+        ).sum()
+        metrics = means if len(means) > 1 else {}
+        for i, name in enumerate(pairs):
+            metrics = {**metrics, name: rest[2 * i] / rest[2 * i + 1].clamp(min=1)}
+        return StepLoss(total=total, metrics=metrics, nonfinite_by_rank=rest[2 * len(pairs) :])

@@ -1,0 +1,94 @@
+"""How long, how large and how exactly a run trains."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torchtitan.config.configurable import Configurable, Problem
+
+
+class Training(Configurable):
+    """The run's own numbers, whatever the model and the method."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Settings of `Training`."""
+
+        OPERATIONAL = frozenset({"steps", "micro_batch_rows", "device", "gc_every_n_steps"})
+
+        steps: int
+        """Optimizer steps in all, those before a resume included."""
+        seq_len: int
+        """Tokens in a row."""
+        global_batch_rows: int
+        """Rows of an optimizer step over all data ranks and micro-batches."""
+        micro_batch_rows: int | None = None
+        """Rows that a rank computes at once; the rest is accumulated. None means all of the rank's rows."""
+        max_grad_norm: float | None = 1.0
+        """Largest gradient norm; a longer gradient is scaled down to it. None means no clipping."""
+        seed: int = 0
+        """Of weights, data order and dropout."""
+        device: Literal["auto", "cpu", "cuda"] = "auto"
+        """Where to train; auto means a GPU if there is one."""
+        compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        """Type of matmuls and activations; parameters, gradients' sums and optimizer state are float32. auto means
+        bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slower."""
+        deterministic: bool = False
+        """Refuse GPU kernels whose result differs from run to run (a CPU run always repeats bit for bit)."""
+        gc_every_n_steps: int = 50
+        """Steps between Python garbage collections, on all ranks at the same step; it is off in between."""
+
+        def check(self) -> Iterator[Problem]:
+            """See `Configurable.Config.check`."""
+            for name in ("steps", "seq_len", "global_batch_rows", "gc_every_n_steps"):
+                if getattr(self, name) < 1:
+                    yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
+            if self.micro_batch_rows is not None and self.micro_batch_rows < 1:
+                yield Problem(
+                    "micro_batch_rows", self.micro_batch_rows, "is not positive", "set at least 1"
+                )
+            if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+                yield Problem(
+                    "max_grad_norm",
+                    self.max_grad_norm,
+                    "is not positive",
+                    "set None for no clipping",
+                )
+            if self.seed < 0:
+                yield Problem("seed", self.seed, "is negative", "set 0 or more")
+            if self.device == "cuda" and not torch.cuda.is_available():
+                yield Problem(
+                    "device", "cuda", "but this machine has no usable GPU", "set auto or cpu"
+                )
+
+        def check_rows(self, dp_world_size: int) -> Iterator[Problem]:
+            """Yield a problem if the rows cannot be dealt evenly to ``dp_world_size`` data ranks."""
+            rows, micro = self.global_batch_rows, self.micro_batch_rows
+            if rows < 1 or (micro is not None and micro < 1):
+                return
+            if rows % dp_world_size:
+                below = rows - rows % dp_world_size
+                yield Problem(
+                    "global_batch_rows",
+                    rows,
+                    f"does not divide by the {dp_world_size} data ranks",
+                    f"set {[n for n in (below, below + dp_world_size) if n]}, or use another number of ranks",
+                )
+            elif micro is not None and (rows // dp_world_size) % micro:
+                local = rows // dp_world_size
+                yield Problem(
+                    "micro_batch_rows",
+                    micro,
+                    f"does not divide the {local} rows of a rank (global_batch_rows={rows} / {dp_world_size} "
+                    "data ranks)",
+                    f"choose one of {[n for n in range(1, local + 1) if local % n == 0]}, or None for all",
+                )
+
+    @staticmethod
+    def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+        """The type that `Config.compute_dtype` means on ``device``."""
+        if config.compute_dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return getattr(torch, config.compute_dtype)
