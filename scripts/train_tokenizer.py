@@ -65,9 +65,13 @@ def embedded_texts() -> Iterator[str]:
 
 def main() -> None:
     """Train and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="entries, special tokens included"
+    )
     arguments = parser.parse_args()
     tokenizer = train(embedded_texts(), arguments.vocab_size)
     arguments.out.write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ VARIABLES: dict[str, str] = {
 """Variables that a user may set -> meaning, as ``torchtitan --help`` lists them."""
 
 _REPORT_FOLDER = "TORCHTITAN_REPORT_FOLDER"
+_LAUNCHER_PID = "TORCHTITAN_LAUNCHER_PID"
 _LOG_RANKS = "TORCHTITAN_LOG_RANKS"
 
 
@@ -56,6 +58,11 @@ def report_folder() -> Path | None:
     """Where this rank tells our launcher how it ended; None if another launcher started it, or none."""
     folder = os.environ.get(_REPORT_FOLDER)
     return Path(folder) if folder else None
+
+
+def launcher_pid() -> int:
+    """Process number of our launcher."""
+    return int(os.environ[_LAUNCHER_PID])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,9 @@ class RankPlace:
     """Whether the launcher, and not rank 0, holds the store at that address."""
 
 
-def rank_environment(place: RankPlace, report_folder: Path, log_ranks: set[int]) -> dict[str, str]:
+def rank_environment(
+    place: RankPlace, report_folder: Path, log_ranks: Collection[int]
+) -> dict[str, str]:
     """Environment of a rank: this process's own, and its place among the others."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, (cores or 1) // place.local_world_size)
@@ -126,6 +135,7 @@ def rank_environment(place: RankPlace, report_folder: Path, log_ranks: set[int])
         "TORCHELASTIC_USE_AGENT_STORE": str(place.store_is_served),
         "TORCHELASTIC_RESTART_COUNT": "0",
         _REPORT_FOLDER: str(report_folder),
+        _LAUNCHER_PID: str(os.getpid()),
         _LOG_RANKS: ",".join(map(str, sorted(log_ranks))),
     }
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch.cuda as cuda
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

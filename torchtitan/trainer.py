@@ -140,7 +140,11 @@ class Trainer(Configurable):
         )
         self.checkpointer = config.checkpoint.build(folder=self.folder)
         self._resume()
-        self.metrics = config.metrics.build(folder=self.folder, run=self._run_info())
+        self.metrics = config.metrics.build(
+            folder=self.folder,
+            run=self._run_info(),
+            models={name: trainable.model for name, trainable in self.models.items()},
+        )
         self.validation = config.validation and config.validation.build(
             engine=self.models["policy"].engine,
             open_loader=self._open_loader,
@@ -204,6 +208,7 @@ class Trainer(Configurable):
     def save(self) -> None:
         """Save everything that decides the next step."""
         self.guard.check_now()
+        self.metrics.flush()  # what a checkpoint holds has its rows on disk
         states = [self.loader_state]
         if self.mesh.world_size > 1:
             states = [None] * self.mesh.world_size

@@ -1,11 +1,11 @@
 """Saving and resuming: what a training loop calls."""
 
+import contextlib
 import json
 import logging
-import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,17 +16,12 @@ from torch import Tensor
 from torchtitan.checkpoint.agreement import Agreement
 from torchtitan.checkpoint.files import HashedFiles
 from torchtitan.checkpoint.folder import CheckpointFolder
+from torchtitan.checkpoint.loading import find_damage, match_tensors
 from torchtitan.checkpoint.manifest import MANIFEST, STATE, DamagedError, Manifest, read_manifest
-from torchtitan.checkpoint.matching import TensorInfo, differences
-from torchtitan.checkpoint.storage import (
-    read_metadata,
-    read_tensors,
-    stage,
-    tensors_in,
-    write_tensors,
-)
+from torchtitan.checkpoint.matching import is_rank_name, rank_name
+from torchtitan.checkpoint.storage import read_tensors, stage, write_tensors
 from torchtitan.config.configurable import Configurable, Problem
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, TorchtitanError
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +103,8 @@ class Checkpointer(Configurable):
         self.config = config
         self.folder = CheckpointFolder(run_folder / "checkpoints")
         self._ranks = Agreement()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: futures.Future[None] | None = None
         self._verified: set[Path] = set()
         self._ranks.each(f"{self.folder.path} is not writable", self.folder.probe)
         self._ranks.first(f"cleaning up {self.folder.path}", self.folder.sweep)
@@ -139,9 +134,7 @@ class Checkpointer(Configurable):
         self.wait()
         what = f"checkpoint of step {step}"
         rank = self._ranks.rank
-        everything = tensors | {
-            _rank_name(rank, name): tensor for name, tensor in rank_tensors.items()
-        }
+        everything = tensors | {rank_name(rank, key): value for key, value in rank_tensors.items()}
         state_json = self._ranks.first(what, lambda: json.dumps(state, indent=1).encode())
         if not self.config.async_save:
             self._write(step, everything, state_json, staged=False)
@@ -157,7 +150,7 @@ class Checkpointer(Configurable):
             CheckpointError: if it failed, on any rank.
         """
         if self._pending is not None:
-            wait([self._pending])
+            futures.wait([self._pending])
             finished, self._pending = self._pending, None
             finished.result()
 
@@ -227,37 +220,13 @@ class Checkpointer(Configurable):
         self.wait()
         if path not in self._verified:
             self._require_whole(path)
-        self._ranks.each(f"loading {path}", lambda: self._read(path, tensors, rank_tensors))
-
-    def _read(
-        self, path: Path, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor]
-    ) -> None:
-        manifest = read_manifest(path)
-        metadata = read_metadata(path)
-        saved = tensors_in(metadata)
-        mine = {_rank_name(self._ranks.rank, name): tensor for name, tensor in rank_tensors.items()}
-        targets = tensors | {name: tensor for name, tensor in mine.items() if name in saved}
-        relevant = {
-            name: info for name, info in saved.items() if name in targets or not _is_rank_name(name)
-        }
-        wanted = {name: TensorInfo.of(tensor) for name, tensor in targets.items()}
-        if lines := differences(relevant, wanted):
-            raise CheckpointError(
-                f"{len(lines)} of its tensors do not fit this run; resume with the config that it was saved with, "
-                "or start afresh with resume=never:\n  " + "\n  ".join(lines)
-            )
-        if manifest.world_size != self._ranks.world_size:
-            log.info(
-                "%s: saved by %d ranks, loaded by %d",
-                path,
-                manifest.world_size,
-                self._ranks.world_size,
-            )
-        if self._ranks.world_size > manifest.world_size or len(mine) > len(targets) - len(tensors):
-            log.warning(
-                "%s has no random state for some ranks or devices; they keep their own", path
-            )
-        read_tensors(path, metadata, targets)
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        targets: dict[str, Tensor] = {}
+        self._ranks.each(
+            f"loading {path}",
+            lambda: targets.update(match_tensors(path, rank, world_size, tensors, rank_tensors)),
+        )
+        self._ranks.each(f"loading {path}", lambda: read_tensors(path, targets))
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], state_json: bytes, *, staged: bool
@@ -265,21 +234,21 @@ class Checkpointer(Configurable):
         begin = time.monotonic()
         what = f"checkpoint of step {step}"
         n_bytes = len(state_json) + sum(
-            tensor.numel()
-            * tensor.element_size()
-            * (self._ranks.world_size if _is_rank_name(name) else 1)
+            (self._ranks.world_size if is_rank_name(name) else 1) * tensor.nbytes
             for name, tensor in tensors.items()
         )
         temporary = self._ranks.first(what, lambda: self.folder.begin(step, n_bytes))
         try:
             files, infos = write_tensors(self._ranks, temporary, tensors, staged=staged)
-            manifest = Manifest(step, torch.__version__, self._ranks.world_size, files, infos)
+            described = {name: str(info) for name, info in infos.items()}
+            manifest = Manifest(step, torch.__version__, self._ranks.world_size, files, described)
             path = self._ranks.first(what, lambda: self._commit(temporary, manifest, state_json))
         except Exception as error:
             if self._ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, CheckpointError) and not str(error).startswith(what):
-                raise CheckpointError(f"{what}: {error}") from error
+                with contextlib.suppress(OSError):
+                    self.folder.sweep()
+            if isinstance(error, TorchtitanError) and not str(error).startswith(what):
+                raise type(error)(f"{what}: {error}") from error
             raise
         log.info("saved %s, %.3f GiB in %.1f s", path, n_bytes / 2**30, time.monotonic() - begin)
 
@@ -305,39 +274,13 @@ class Checkpointer(Configurable):
         """What is wrong with the checkpoint, naming files and tensors; the ranks share the reading."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
 
-        def mine() -> dict[str, str]:
-            try:
-                manifest = read_manifest(path)
-            except DamagedError as error:
-                return {MANIFEST: str(error)}
-            share = sorted(manifest.files)[rank::world_size]
-            damage = manifest.damage(path, share, verify_hashes=self.config.verify_hashes)
-            return {name: text + _tensors_hit(path, name) for name, text in damage.items()}
-
         merged: dict[str, str] = {}
-        for found in self._ranks.each(f"verifying {path}", mine):
+        for found in self._ranks.each(
+            f"verifying {path}",
+            lambda: find_damage(path, rank, world_size, verify_hashes=self.config.verify_hashes),
+        ):
             merged |= found
         if merged:
             return f"the checkpoint {path} is damaged: {'; '.join(merged.values())}"
         self._verified.add(path)
         return None
-
-
-def _tensors_hit(path: Path, file: str) -> str:
-    """The tensors with a part in a damaged file, for the error text; empty if that cannot be told."""
-    if not file.endswith(".distcp"):
-        return ""
-    try:
-        names = list(tensors_in(read_metadata(path), file))
-    except CheckpointError:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" (it holds {', '.join(names[:3])}{more})"
-
-
-def _rank_name(rank: int, name: str) -> str:
-    return f"rank/{rank}/{name}"
-
-
-def _is_rank_name(name: str) -> bool:
-    return name.startswith("rank/")

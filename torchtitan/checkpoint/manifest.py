@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.files import FileRecord, HashedFile, damage_of
-from torchtitan.checkpoint.matching import TensorInfo
 from torchtitan.errors import CheckpointError
 
 FORMAT = 1
@@ -29,14 +28,14 @@ class Manifest:
         torch_version: of the run that saved it.
         world_size: ranks of the run that saved it.
         files: every other file of the folder, by name.
-        tensors: every tensor stored, by name, with its global shape and dtype.
+        tensors: every tensor stored, by name: its dtype and global shape, ``float32 [300, 100]``.
     """
 
     step: int
     torch_version: str
     world_size: int
     files: dict[str, FileRecord]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, str]
 
     def write(self, folder: Path) -> None:
         """Write it, durably, as the last file of ``folder``."""
@@ -75,10 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
             torch_version=body["torch_version"],
             world_size=body["world_size"],
             files={name: FileRecord(**record) for name, record in body["files"].items()},
-            tensors={
-                name: TensorInfo(tuple(info["shape"]), info["dtype"])
-                for name, info in body["tensors"].items()
-            },
+            tensors=dict(body["tensors"]),
         )
     except FileNotFoundError:
         raise CheckpointError(_not_a_checkpoint(folder)) from None

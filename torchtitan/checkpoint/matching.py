@@ -1,4 +1,4 @@
-"""Do the tensors of a checkpoint fit those of the run? All differences at once, not the first."""
+"""Names, shapes and dtypes: do the tensors of a checkpoint fit those of the run?"""
 
 import difflib
 from collections.abc import Mapping
@@ -46,3 +46,13 @@ def differences(saved: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo
         elif saved[name].dtype != wanted[name].dtype:
             lines.append(f"wrong dtype: {name} is {saved[name]}, this run has {wanted[name]}")
     return lines
+
+
+def rank_name(rank: int, name: str) -> str:
+    """The name under which a tensor of one rank is stored."""
+    return f"rank/{rank}/{name}"
+
+
+def is_rank_name(name: str) -> bool:
+    """Whether ``name`` is stored for one rank."""
+    return name.startswith("rank/")

@@ -93,7 +93,7 @@ def write_tensors(
     return records, tensors_in(metadata)
 
 
-def read_tensors(folder: Path, metadata: "Metadata", tensors: dict[str, Tensor]) -> None:
+def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read this rank's part of every tensor into it, whatever the sharding was when it was saved.
 
     Not collective: each rank reads for itself, and the caller makes the ranks agree on the outcome.
@@ -101,7 +101,7 @@ def read_tensors(folder: Path, metadata: "Metadata", tensors: dict[str, Tensor])
     Raises:
         CheckpointError: if a file cannot be read.
     """
-    reader = _reader_class()(folder, metadata)
+    reader = _reader_class()(folder)
     planner = torch_api.dcp.default_planner.DefaultLoadPlanner(flatten_state_dict=False)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
@@ -132,6 +132,10 @@ def read_metadata(folder: Path) -> "Metadata":
         raise CheckpointError(
             f"{path} is refused: it holds a {type(metadata).__name__}, not the metadata of DCP"
         )
+    outside = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    outside = {file for file in outside if Path(file).name != file}
+    if outside:
+        raise CheckpointError(f"{path} is refused: it points outside its folder, to {min(outside)}")
     return metadata
 
 
@@ -202,12 +206,8 @@ def _writer_class() -> "Callable[..., FileSystemWriter]":
 @functools.cache
 def _reader_class() -> "Callable[..., FileSystemReader]":
     class SafeReader(torch_api.dcp.filesystem.FileSystemReader):
-        def __init__(self, folder: Path, metadata: "Metadata") -> None:
-            super().__init__(folder)
-            self.metadata = metadata
-
         def read_metadata(self, *_: Any, **__: Any) -> "Metadata":
-            """What `read_metadata` of this module read; never DCP's own unrestricted unpickling."""
-            return self.metadata
+            """In place of DCP's own, which runs whatever the pickle asks for."""
+            return read_metadata(Path(self.path))
 
     return SafeReader

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ _COLLECTIVE_TEXTS = (
     "Timed out waiting",
     "gloo/transport",
     "NCCL error",
+    "Application timeout caused pair closure",
     "remote worker",
 )
 
@@ -36,13 +38,18 @@ class Ending:
         if isinstance(error, KeyboardInterrupt):
             return cls(Preempted.exit_code, "interrupted before anything was started")
         if _is_collective_failure(error):
-            first_line = str(error).strip().partition("\n")[0]
             return cls(
                 DistributedError.exit_code,
-                f"a collective failed ({first_line}); another rank died or hung: look for its message, then "
+                f"a collective failed ({_gist(error)}); another rank died or hung: look for its message, then "
                 "run the same command again to resume from the last checkpoint",
             )
         return cls(1, "".join(traceback.format_exception(error)))
+
+    def show(self) -> None:
+        """Write the text to stderr, if there is one."""
+        if self.text:
+            known = self.code not in (1, Preempted.exit_code)
+            complain(f"error: {self.text}" if known else self.text)
 
     def write(self, file: Path) -> None:
         """Store it for the launcher; the file appears whole or not at all."""
@@ -65,13 +72,25 @@ def _is_collective_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _COLLECTIVE_TEXTS)
 
 
-def run_command(command: Callable[[], int]) -> int:
-    """Run ``command``; turn what it raises into its text on stderr and its exit code."""
+def _gist(error: BaseException) -> str:
+    """The message without the place in torch's source and without gloo's advice."""
+    first_line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[\S+\.\w+:\d+\] ", "", first_line)
+
+
+def run_command(command: Callable[[], int], report: Path | None = None) -> int:
+    """Run ``command``; turn what it raises into its exit code and its text.
+
+    Args:
+        command: returns an exit code.
+        report: where to leave the ending for a launcher, which then shows it; None shows it here.
+    """
     try:
         return command()
-    except Exception as error:  # noqa: BLE001 - every end of a command has a code
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every end of a command has a code
         ending = Ending.of(error)
-    except KeyboardInterrupt as error:
-        ending = Ending.of(error)
-    complain(ending.text if ending.code in (1, Preempted.exit_code) else f"error: {ending.text}")
+    if report is None:
+        ending.show()
+    elif not report.exists():
+        ending.write(report)
     return ending.code

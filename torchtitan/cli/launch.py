@@ -1,7 +1,6 @@
 """Several ranks: starts them, forwards signals, ends them together and says why they ended."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -77,7 +76,9 @@ def _start(
             stderr=files.enter_context(errors.open("wb")) if hidden else None,
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which forwards it once
         )
-    return RankProcess(place.rank, process, folder / f"{place.rank}.json", errors if hidden else None)
+    return RankProcess(
+        place.rank, process, folder / f"{place.rank}.json", errors if hidden else None
+    )
 
 
 class _StopRequests:
@@ -102,22 +103,23 @@ class _StopRequests:
 def _supervise(ranks: Sequence[RankProcess], stop: _StopRequests) -> None:
     """Wait until every rank has ended; see that they do."""
     forwarded = 0
-    end_at = kill_at = float("inf")
+    failed_at: float | None = None
+    kill_at: float | None = None
     for running in _still_running(ranks):
         now = time.monotonic()
         if stop.count > forwarded:
             forwarded = stop.count
-            kill_at = min(kill_at, now + grace_s())
+            kill_at = kill_at or now + grace_s()
             for rank in running:
                 rank.send(signal.SIGTERM)
-        if end_at == float("inf") and any(rank.failed for rank in ranks):
-            end_at = now + SETTLE_S
-        if now > end_at:
-            end_at, kill_at = float("nan"), now + KILL_S
+        if failed_at is None and any(rank.failed for rank in ranks):
+            failed_at = now
+        if failed_at is not None and now > failed_at + SETTLE_S:
+            failed_at, kill_at = float("inf"), now + KILL_S
             for rank in running:
-                rank.end(signal.SIGUSR1)  # the ranks write where they are
+                rank.end(signal.SIGUSR1)  # they write where they are
                 rank.end(signal.SIGTERM)
-        if now > kill_at:
+        if kill_at is not None and now > kill_at:
             for rank in running:
                 rank.end(signal.SIGKILL)
 

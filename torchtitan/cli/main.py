@@ -12,7 +12,10 @@ from torchtitan.environment import VARIABLES
 from torchtitan.errors import EXIT_CODES, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("torchtitan.train", "train a recipe: --module M --config C [--section.field value ...]"),
+    "train": (
+        "torchtitan.train",
+        "train a recipe: --module M --config C [--section.field value ...]",
+    ),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
 }
 """Name -> the module whose ``main(arguments) -> exit code`` runs it, and what it does. Imported when it is run."""
@@ -32,7 +35,9 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *arguments = argv
     if name not in COMMANDS:
-        raise ConfigError(f"{name}: no such command; {did_you_mean(name, COMMANDS, kind='commands')}")
+        raise ConfigError(
+            f"{name}: no such command; {did_you_mean(name, COMMANDS, kind='commands')}"
+        )
     if not sys.flags.safe_path and "" not in sys.path:
         sys.path.insert(0, "")  # a recipe next to the user is found, as with python -m
     return importlib.import_module(COMMANDS[name][0]).main(arguments)
@@ -42,7 +47,9 @@ def _help() -> str:
     return "\n\n".join(
         (
             "usage: torchtitan COMMAND ...",
-            _table("commands (each has its own --help)", {n: text for n, (_, text) in COMMANDS.items()}),
+            _table(
+                "commands (each has its own --help)", {n: text for n, (_, text) in COMMANDS.items()}
+            ),
             _table("exit codes", {str(code): text for code, text in EXIT_CODES.items()}),
             _table("environment variables", VARIABLES),
         )

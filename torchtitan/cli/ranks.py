@@ -72,8 +72,10 @@ class RankProcess:
         return Ending.read(self.report)
 
 
-def be_a_rank() -> None:
+def be_a_rank(launcher_pid: int) -> None:
     """Let this process end with its launcher, and write all stacks on SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if sys.platform == "linux":  # elsewhere only a launcher killed by SIGKILL leaves ranks behind
+    if sys.platform == "linux":  # elsewhere a launcher killed by SIGKILL leaves its ranks behind
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher_pid:  # it ended before the line above
+            signal.raise_signal(signal.SIGTERM)

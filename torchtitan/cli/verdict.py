@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torchtitan.cli.ending import Ending
 from torchtitan.cli.ranks import RankProcess
-from torchtitan.errors import DistributedError, Preempted
+from torchtitan.errors import EXIT_CODES, DistributedError, Preempted
 
 _AFTER = "run the same command again to resume from the last checkpoint"
 
@@ -21,12 +21,11 @@ def verdict(ranks: Sequence[RankProcess], *, stopped: bool) -> Ending:
         stopped: whether the launcher was asked to stop.
     """
     failed = [rank for rank in ranks if rank.failed and not rank.ended_by_us]
-    if stopped and (ending := _preempted(ranks)):
-        return ending
     own = [r for r in failed if (e := r.ending()) and e.code != DistributedError.exit_code]
     if own:
-        first = min(own, key=lambda rank: rank.report.stat().st_mtime_ns)
-        return _told(first)
+        return _told(min(own, key=lambda rank: rank.report.stat().st_mtime_ns))
+    if stopped and (ending := _preempted(ranks)):
+        return ending
     silent = [rank for rank in failed if rank.ending() is None]
     if silent:
         return _silent(silent[0])
@@ -70,7 +69,7 @@ def _silent(rank: RankProcess) -> Ending:
     else:
         how, hint = f"ended with exit code {code} and no message", ""
     text = f"rank {rank.rank} {how}{hint}; {_AFTER}{rank.last_words()}"
-    return Ending(DistributedError.exit_code, text)
+    return Ending(code if code in EXIT_CODES else DistributedError.exit_code, text)
 
 
 def _collective(rank: RankProcess, ranks: Sequence[RankProcess]) -> Ending:

@@ -193,6 +193,6 @@ def _refuse_parameters(recipe: Recipe, required: list[str]) -> None:
 
 
 def _unknown(module: str, name: str, recipes: dict[str, str]) -> ConfigError:
-    remedy = did_you_mean(name, recipes, kind=f"recipes in {module}")
-    listed = f"; the recipes are: {', '.join(recipes)}" if remedy.startswith("did you mean") else ""
+    remedy = did_you_mean(name, recipes, kind="recipes")
+    listed = f" The recipes are: {', '.join(recipes)}" if remedy.endswith("?") else ""
     return ConfigError(f"--config {name}: no such recipe in {module}; {remedy}{listed}")

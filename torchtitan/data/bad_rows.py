@@ -34,7 +34,9 @@ class BadRowPolicy:
             DataError: if the policy is to stop.
         """
         if self.action == "error":
-            raise DataError(f"bad row: {row}; mend the row, or set bad_rows=skip to leave such rows out")
+            raise DataError(
+                f"bad row: {row}; mend the row, or set bad_rows=skip to leave such rows out"
+            )
         counts[f"bad_{row.kind}"] += 1
 
     def judge(self, counts: Counter[str]) -> None:
@@ -58,5 +60,9 @@ def bad_total(counts: Counter[str]) -> int:
 
 def bad_kinds(counts: Counter[str]) -> str:
     """The bad rows by kind, such as ``broken 3, null 1``."""
-    kinds = {kind.removeprefix("bad_"): count for kind, count in sorted(counts.items()) if kind.startswith("bad_")}
+    kinds = {
+        kind.removeprefix("bad_"): count
+        for kind, count in sorted(counts.items())
+        if kind.startswith("bad_")
+    }
     return ", ".join(f"{kind} {count}" for kind, count in kinds.items()) or "none"

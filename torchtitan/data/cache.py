@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 DEFAULT_FOLDER = "~/.cache/torchtitan"
 
 
-def cached_copy(path: Path, *, suffix: str, variant: str, folder: str | None, write: Callable[[Path], None]) -> Path:
+def cached_copy(
+    path: Path, *, suffix: str, variant: str, folder: str | None, write: Callable[[Path], None]
+) -> Path:
     """The copy of ``path``, made by ``write`` if there is none yet.
 
     The copy belongs to the file's absolute path, size and modification time, so a changed file gets a new one. Several

@@ -10,7 +10,15 @@ from typing import Literal
 
 from torchtitan.data.source import BadRow, MapSource, Source
 
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "pydoc_data",
+}
 _HELD_OUT_ONE_IN = 50
 
 

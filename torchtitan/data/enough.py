@@ -47,7 +47,9 @@ def check_enough(
                 source_tokens = max(source_tokens, needed)
                 break
         if source_tokens == 0:
-            raise DataError(f"{source.describe()}: there is no text in it ({_told(seen)}); {_REMEDY_EMPTY}")
+            raise DataError(
+                f"{source.describe()}: there is no text in it ({_told(seen)}); {_REMEDY_EMPTY}"
+            )
         tokens += source_tokens
         counts += seen
     if tokens < needed:

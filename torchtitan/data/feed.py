@@ -102,8 +102,10 @@ class SequentialFeed:
         self.rows_per_epoch = rows_per_epoch
         self._wanted = dict(wanted)
         self._queues: dict[int, deque[tuple[int, object]]] = {stream: deque() for stream in wanted}
-        first = min(stream + n_streams * count for stream, count in wanted.items())
-        self._rows = self._read_on(first)
+        # From the row before the first that is needed: that one is known to exist, so that the end of an epoch whose length is
+        # not known yet is seen even if nothing follows.
+        first = min(stream + n_streams * (count - 1) for stream, count in wanted.items())
+        self._rows = self._read_on(max(0, first))
 
     def take(self, stream: int, count: int) -> Part:
         """The next row of the stream; rows of other streams met on the way are kept for them."""
@@ -115,7 +117,9 @@ class SequentialFeed:
                 self._queues[owner].append((number, value))
         number, value = queue.popleft()
         if number != stream + self.n_streams * count:
-            raise RuntimeError(f"stream {stream} asked for row {count} and the feed is at {number // self.n_streams}")
+            raise RuntimeError(
+                f"stream {stream} asked for row {count} and the feed is at {number // self.n_streams}"
+            )
         row = number % self.rows_per_epoch if self.rows_per_epoch else number
         return Part(text_of(value, self.source.place(row)))
 

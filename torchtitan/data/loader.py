@@ -78,7 +78,12 @@ class Loader(Configurable):
             if self.prefetch < 1:
                 yield Problem("prefetch", self.prefetch, "is less than 1", "set 1 or more")
             if not 0 <= self.max_bad_fraction <= 1:
-                yield Problem("max_bad_fraction", self.max_bad_fraction, "is not in 0..1", "set a fraction, such as 0.01")
+                yield Problem(
+                    "max_bad_fraction",
+                    self.max_bad_fraction,
+                    "is not in 0..1",
+                    "set a fraction, such as 0.01",
+                )
 
         def build(
             self,
@@ -112,7 +117,11 @@ class Loader(Configurable):
             policy = BadRowPolicy(self.bad_rows, self.max_bad_fraction)
             sources = [source.build() for source in self.sources]
             check_enough(
-                sources, tokenizer=tokenizer, global_batch_rows=global_batch_rows, seq_len=seq_len, policy=policy
+                sources,
+                tokenizer=tokenizer,
+                global_batch_rows=global_batch_rows,
+                seq_len=seq_len,
+                policy=policy,
             )
             per_rank = global_batch_rows // dp_world_size
             plan = Plan(
@@ -124,7 +133,9 @@ class Loader(Configurable):
                 shuffle_seed=(seed if self.seed is None else self.seed) if self.shuffle else None,
                 policy=policy,
                 states={dp_rank * per_rank + i: new_state(len(sources)) for i in range(per_rank)},
-                rows_per_epoch=[len(source) if isinstance(source, MapSource) else None for source in sources],
+                rows_per_epoch=[
+                    len(source) if isinstance(source, MapSource) else None for source in sources
+                ],
             )
             return Loader(plan, n_workers=min(self.n_workers, per_rank), prefetch=self.prefetch)
 
@@ -162,7 +173,9 @@ class Loader(Configurable):
             ]
         counts = sum((Counter(state["counts"]) for state in self._states.values()), Counter[str]())
         self.plan.policy.judge(counts)
-        rows = torch.from_numpy(np.concatenate([piece.rows for piece in pieces]).astype(np.int64))  # (G/D, 4, S)
+        rows = torch.from_numpy(
+            np.concatenate([piece.rows for piece in pieces]).astype(np.int64)
+        )  # (G/D, 4, S)
         return LoaderStep(
             batch={name: rows[:, i].contiguous() for i, name in enumerate(FIELDS)},
             state=self._state(),
@@ -182,7 +195,9 @@ class Loader(Configurable):
                 f"{self.plan.n_streams}; the streams of one cannot go on as the other: set the old number, or start anew"
             )
         old, new = merged["rows_per_epoch"], list(self.plan.rows_per_epoch)
-        if len(old) != len(new) or any(a != b for a, b in zip(old, new, strict=True) if a is not None and b is not None):
+        if len(old) != len(new) or any(
+            a != b for a, b in zip(old, new, strict=True) if a is not None and b is not None
+        ):
             raise DataError(
                 f"the checkpoint's data position is for sources with {old} rows, now they have {new} "
                 f"({'; '.join(source.describe() for source in self.plan.sources)}); restore the data, or start anew"
@@ -203,7 +218,10 @@ class Loader(Configurable):
         streams: dict[str, StreamState] = {}
         for state in states:
             streams |= state["streams"]
-        rows = [next((n for n in known if n is not None), None) for known in zip(*(s["rows_per_epoch"] for s in states), strict=True)]
+        rows = [
+            next((n for n in known if n is not None), None)
+            for known in zip(*(s["rows_per_epoch"] for s in states), strict=True)
+        ]
         return {
             "global_batch_rows": states[0]["global_batch_rows"],
             "rows_per_epoch": rows,
@@ -215,8 +233,14 @@ class Loader(Configurable):
         self._pieces = None
 
     def _start(self) -> Iterator[Piece]:
-        plan = replace(self.plan, states=dict(self._states), rows_per_epoch=list(self._rows_per_epoch))
-        return start_workers(plan, self.n_workers, self.prefetch) if self.n_workers else make_pieces(plan)
+        plan = replace(
+            self.plan, states=dict(self._states), rows_per_epoch=list(self._rows_per_epoch)
+        )
+        return (
+            start_workers(plan, self.n_workers, self.prefetch)
+            if self.n_workers
+            else make_pieces(plan)
+        )
 
     def _draw(self, pieces: Iterator[Piece]) -> list[Piece]:
         try:

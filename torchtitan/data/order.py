@@ -15,7 +15,9 @@ _MASK_64 = (1 << 64) - 1
 @lru_cache(maxsize=256)
 def stable_hash(*parts: int | str) -> int:
     """A 64-bit hash that is the same in every process and on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "big"
+    )
 
 
 def permuted(index: int, n: int, key: int) -> int:

@@ -41,7 +41,10 @@ class Source(Configurable):
             """A weight of zero would be a source that is listed and never read."""
             if not self.weight > 0:
                 yield Problem(
-                    "weight", self.weight, "is not greater than 0", "set a positive weight or remove the source"
+                    "weight",
+                    self.weight,
+                    "is not greater than 0",
+                    "set a positive weight or remove the source",
                 )
 
         def build(self) -> "MapSource | SequentialSource":

@@ -135,7 +135,9 @@ class Stream:
     def _open_next(self) -> None:
         """Take rows until one has text."""
         for _ in range(_MAX_ROWS_WITHOUT_TEXT):
-            source = min(range(len(self.feeds)), key=lambda s: (self._tokens[s] / self.weights[s], s))
+            source = min(
+                range(len(self.feeds)), key=lambda s: (self._tokens[s] / self.weights[s], s)
+            )
             count = self._taken[source]
             self._taken[source] += 1
             try:
@@ -162,6 +164,8 @@ class Stream:
         try:
             part = self.feeds[source].take(self.number, self._taken[source] - 1)
         except BadRow as row:
-            raise DataError(f"{row}; the row was readable when the checkpoint was written: restore the data") from row
+            raise DataError(
+                f"{row}; the row was readable when the checkpoint was written: restore the data"
+            ) from row
         self._source, self._offset = source, offset
         self._document = encode_part(part, self.tokenizer)

@@ -47,7 +47,10 @@ class Tokenizer(Configurable):
             if Path(self.path).expanduser().exists():
                 if _local_file(self.path) is None:
                     yield Problem(
-                        "path", self.path, "the folder has no tokenizer.json", "name a folder or file that has one"
+                        "path",
+                        self.path,
+                        "the folder has no tokenizer.json",
+                        "name a folder or file that has one",
                     )
             elif not _HUB_NAME.fullmatch(self.path) or self.path.endswith(".json"):
                 yield Problem(
@@ -122,7 +125,7 @@ class Tokenizer(Configurable):
                     f"vocabulary; set tokenizer.{kind}_token to one that is"
                 )
             return self.vocab[configured]
-        if configured == "" or settings.get(f"add_{kind}_token") is False and kind == "bos":
+        if configured == "" or (settings.get(f"add_{kind}_token") is False and kind == "bos"):
             return None
         if f"{kind}_token" in settings:
             named = settings[f"{kind}_token"]
@@ -147,7 +150,9 @@ def _find(path: str | None) -> tuple[Path, dict[str, Any]]:
     try:
         return file, json.loads(settings_file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{settings_file} is not valid JSON ({error}); mend or remove it") from error
+        raise ConfigError(
+            f"{settings_file} is not valid JSON ({error}); mend or remove it"
+        ) from error
 
 
 def _local_file(path: str) -> Path | None:
@@ -165,9 +170,10 @@ def _download(name: str) -> tuple[Path, Path | None]:
             f"tokenizer.path={name}: cannot get tokenizer.json from the hub ({_first_line(error)}); check the name, "
             "the network and HF_HUB_OFFLINE, or name a local path"
         ) from error
+    errors = require("huggingface_hub.errors", extra="data", purpose="downloading a tokenizer")
     try:
         return file, Path(hub.hf_hub_download(name, "tokenizer_config.json"))
-    except hub.errors.EntryNotFoundError:
+    except errors.EntryNotFoundError:  # many have none; offline: none was downloaded
         return file, None
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -147,7 +148,7 @@ def _feed(plan: Plan, index: int, numbers: Sequence[int]) -> Feed:
     return SequentialFeed(source, plan.n_streams, seed, wanted, plan.rows_per_epoch[index])
 
 
-def _unchanged(piece: Piece) -> Piece:
+def _unchanged(piece: Any) -> Any:
     return piece
 
 

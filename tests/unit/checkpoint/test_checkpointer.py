@@ -92,7 +92,9 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_what_there_is(build, tmp_p
     save(build(), 10)
     with pytest.raises(CheckpointError, match="there is no checkpoint folder .*/nowhere"):
         build().resolve(str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"no manifest.json; it holds .*step-00000010: pass one"):
+    with pytest.raises(
+        CheckpointError, match=r"no manifest.json; it holds .*step-00000010: pass one"
+    ):
         build().resolve(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no manifest.json; pass a complete one"):
@@ -113,10 +115,16 @@ class _Only:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"every_n_steps": -1}, "every_n_steps=-1: is negative; set a number of steps, or 0 for none"),
+        (
+            {"every_n_steps": -1},
+            "every_n_steps=-1: is negative; set a number of steps, or 0 for none",
+        ),
         ({"keep_every_n_steps": -2}, "keep_every_n_steps=-2: is negative; set"),
         ({"keep_latest": 0}, "keep_latest=0: would keep no checkpoint; set 1 or more"),
-        ({"resume": "lastest"}, "resume=lastest: is no complete checkpoint: it has no manifest.json; set"),
+        (
+            {"resume": "lastest"},
+            "resume=lastest: is no complete checkpoint: it has no manifest.json; set",
+        ),
     ],
 )
 def test_config_problems(fields, problem):
@@ -186,6 +194,24 @@ def test_a_step_saved_again_replaces_the_old_one(build, tmp_path):
     assert_holds(checkpointer, checkpointer.latest(), 11)
 
 
+def test_a_failed_replacement_puts_the_old_one_back(build, tmp_path, monkeypatch):
+    save(build(), 10)
+    checkpointer = build()
+    rename = os.rename
+
+    def fail_to_commit(source, target):
+        if source.parent == tmp_path / "checkpoints" and ".tmp-" in source.name:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_to_commit)
+        with pytest.raises(CheckpointError, match="step 10: .*Input/output error"):
+            checkpointer.save(10, make_tensors(11), make_rng(11), {})
+    assert names(tmp_path) == ["step-00000010"]
+    assert_holds(checkpointer, checkpointer.resolve("latest"), 10)
+
+
 def test_a_run_from_an_earlier_step_sets_newer_ones_aside(build, tmp_path, caplog):
     first = build(keep_latest=3)
     for step in (10, 20, 30):
@@ -193,7 +219,11 @@ def test_a_run_from_an_earlier_step_sets_newer_ones_aside(build, tmp_path, caplo
     second = build(keep_latest=1)
     second.resolve(str(tmp_path / "checkpoints" / "step-00000010"))
     save(second, 15)
-    assert names(tmp_path) == ["step-00000015", "step-00000020.superseded", "step-00000030.superseded"]
+    assert names(tmp_path) == [
+        "step-00000015",
+        "step-00000020.superseded",
+        "step-00000030.superseded",
+    ]
     assert "newer than this run, which is at step 15" in caplog.text
     assert second.latest().name == "step-00000015"
 
@@ -223,17 +253,25 @@ def test_async_save_is_isolated_from_later_changes(build, monkeypatch):
     assert_holds(checkpointer, checkpointer.resolve("latest"), 10)
 
 
-def test_async_failure_surfaces_at_the_next_call_and_the_next_save_works(build, monkeypatch, tmp_path):
+def test_async_failure_surfaces_at_the_next_call_and_the_next_save_works(
+    build, monkeypatch, tmp_path
+):
     checkpointer = build(async_save=True)
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device", "manifest.json")
 
-    for surface in (checkpointer.wait, lambda: save(checkpointer, 20), lambda: checkpointer.resolve("latest")):
+    for surface in (
+        checkpointer.wait,
+        lambda: save(checkpointer, 20),
+        lambda: checkpointer.resolve("latest"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(checkpointer.folder, "commit", full)
             save(checkpointer, 10)
-            with pytest.raises(CheckpointError, match=r"^checkpoint of step 10: .*No space left on device"):
+            with pytest.raises(
+                CheckpointError, match=r"^checkpoint of step 10: .*No space left on device"
+            ):
                 surface()
     assert names(tmp_path) == []
     save(checkpointer, 30)
@@ -244,9 +282,13 @@ def test_a_full_disk_keeps_the_old_one_and_is_named(build, tmp_path):
     checkpointer = build(keep_latest=1)
     save(checkpointer, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond fails with an OSError
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (50_000, hard)
+    )  # a write beyond fails with an OSError
     try:
-        with pytest.raises(CheckpointError, match=r"^checkpoint of step 20: .*File too large: .*__0_0.distcp"):
+        with pytest.raises(
+            CheckpointError, match=r"^checkpoint of step 20: .*File too large: .*__0_0.distcp"
+        ):
             save(checkpointer, 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -258,14 +300,18 @@ def test_too_little_space_is_seen_before_writing(build, tmp_path, monkeypatch):
     checkpointer = build()
     usage = shutil.disk_usage(tmp_path)._replace(free=2**10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match=r"step 10: it needs 0.00 GiB, but .* has 0.00 GiB free; free some"):
+    with pytest.raises(
+        CheckpointError, match=r"step 10: it needs 0.00 GiB, but .* has 0.00 GiB free; free some"
+    ):
         save(checkpointer, 10)
     assert names(tmp_path) == []
 
 
 def test_an_unwritable_folder_is_reported_at_the_start(tmp_path):
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"file/run/checkpoints is not writable: .*Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"file/run/checkpoints is not writable: .*Not a directory"
+    ):
         Checkpointer.Config().build(folder=tmp_path / "file" / "run")
 
 

@@ -44,7 +44,11 @@ def remove(path):
     path.unlink()
 
 
-FOUND = {truncate: "has .* bytes instead of", flip_one_bit: "has sha256 .* instead of", remove: "is missing"}
+FOUND = {
+    truncate: "has .* bytes instead of",
+    flip_one_bit: "has sha256 .* instead of",
+    remove: "is missing",
+}
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_one_bit, remove])
@@ -86,7 +90,10 @@ def test_a_damaged_checkpoint_that_was_named_is_an_error(checkpointer, damage, f
 def test_the_tensors_in_a_damaged_file_are_named(checkpointer):
     path = checkpointer.latest()
     flip_one_bit(path / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"\(it holds layers.0.weight, layers.1.weight, .* and 2 more\); restore"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\(it holds layers.0.weight, layers.1.weight, .* and 2 more\); restore",
+    ):
         checkpointer.resolve(str(path))
 
 
@@ -127,7 +134,9 @@ def test_a_newer_format_is_refused_not_called_damaged(checkpointer, monkeypatch)
     monkeypatch.setattr("torchtitan.checkpoint.manifest.FORMAT", 2)
     checkpointer.save(30, tensors(30), {}, {"step": 30})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has a format other than 1: a newer torchtitan wrote it"):
+    with pytest.raises(
+        CheckpointError, match="has a format other than 1: a newer torchtitan wrote it"
+    ):
         checkpointer.resolve("latest")
     assert checkpointer.latest().name == "step-00000030"
 
@@ -155,7 +164,10 @@ def test_a_malicious_pickle_is_refused_and_not_run(checkpointer, tmp_path):
     path = checkpointer.latest()
     forge(path, ".metadata", pickle.dumps(Payload(f"touch {tmp_path / 'ran'}")))
     assert checkpointer.resolve("latest") == path
-    with pytest.raises(CheckpointError, match=r"/\.metadata is refused: its pickle asks for posix.system, .* nothing"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"/\.metadata is refused: its pickle asks for posix.system, .* nothing",
+    ):
         checkpointer.load(path, tensors(0), {})
     assert not (tmp_path / "ran").exists()
 
@@ -177,6 +189,17 @@ def test_other_bad_pickles_are_refused(checkpointer, content, text):
     path = checkpointer.latest()
     forge(path, ".metadata", content)
     with pytest.raises(CheckpointError, match=rf"\.metadata .*{text}"):
+        checkpointer.load(path, tensors(0), {})
+
+
+def test_metadata_that_points_outside_its_folder_is_refused(checkpointer):
+    path = checkpointer.latest()
+    content = (path / ".metadata").read_bytes()
+    assert content.count(b"__0_0.distcp") == 1
+    forge(path, ".metadata", content.replace(b"__0_0.distcp", b"../../secret"))
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata is refused: it points outside .*, to ../../secret"
+    ):
         checkpointer.load(path, tensors(0), {})
 
 

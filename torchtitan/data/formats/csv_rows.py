@@ -48,7 +48,9 @@ def _parse_record(data: bytes, place: str, *, column: int, text_field: str) -> o
     except csv.Error as error:
         raise BadRow("broken", place, f"broken CSV: {error}") from error
     if column >= len(record):
-        raise BadRow("missing_field", place, f"{len(record)} fields, too few for the column {text_field!r}")
+        raise BadRow(
+            "missing_field", place, f"{len(record)} fields, too few for the column {text_field!r}"
+        )
     return record[column]
 
 

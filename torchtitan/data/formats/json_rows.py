@@ -38,8 +38,9 @@ def open_json(path: Path, shown: Path, options: FileOptions) -> Spans:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 line, counted_to = 1, 0
                 for start, end in _elements(data):
-                    # A row begins at its first character, not in the line of the comma before it.
-                    begin = start + len(data[start:end]) - len(data[start:end].lstrip())
+                    begin = end - len(
+                        data[start:end].lstrip()
+                    )  # not in the line of the comma before it
                     line, counted_to = line + data[counted_to:begin].count(b"\n"), begin
                     rows.add(begin, end, line)
         return rows
@@ -50,9 +51,13 @@ def parse_object(data: bytes, place: str, *, text_field: str) -> object:
     try:
         row = json.loads(data.removeprefix(BOM).decode("utf-8"))
     except json.JSONDecodeError as error:
-        raise BadRow("broken", place, f"broken JSON: {error.msg} at character {error.pos + 1}") from error
-    except RecursionError as error:
-        raise BadRow("broken", place, "broken JSON: nested too deeply") from error
+        raise BadRow(
+            "broken", place, f"broken JSON: {error.msg} at character {error.pos + 1}"
+        ) from error
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
+        raise BadRow("broken", place, f"broken JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow("broken", place, f"not a JSON object but a {type(row).__name__}")
     if text_field not in row:
@@ -91,7 +96,7 @@ def _elements(data: mmap.mmap) -> Iterator[tuple[int, int]]:
                 array_depth, start = 1, match.end()
             depth += 1
         elif token in b"}]":
-            depth -= 1
+            depth = max(0, depth - 1)
             if depth == 0 and array_depth == 0:
                 yield start, match.end()
                 start = match.end()

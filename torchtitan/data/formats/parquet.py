@@ -39,7 +39,9 @@ class ArrowFile:
         try:
             return text_of(self._reader().get_batch(batch).column(0)[index - first].as_py(), place)
         except UnicodeDecodeError as error:
-            raise BadRow("invalid_utf8", place, f"byte {error.start} of the text is not UTF-8") from error
+            raise BadRow(
+                "invalid_utf8", place, f"byte {error.start} of the text is not UTF-8"
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
@@ -83,4 +85,6 @@ def _copy_column(path: Path, shown: Path, text_field: str, copy: Path) -> None:
                     out.write_batch(batch.cast(schema))
     except arrow.ArrowInvalid as error:
         reason = str(error).partition("\n")[0]
-        raise DataError(f"{shown}: not a readable Parquet file ({reason}); restore or remove it") from error
+        raise DataError(
+            f"{shown}: not a readable Parquet file ({reason}); restore or remove it"
+        ) from error

@@ -69,4 +69,6 @@ class Spans:
         try:
             return text_of(self.parse(data, place), place)
         except UnicodeDecodeError as error:
-            raise BadRow("invalid_utf8", place, f"byte {error.start} of the row is not UTF-8") from error
+            raise BadRow(
+                "invalid_utf8", place, f"byte {error.start} of the row is not UTF-8"
+            ) from error

@@ -22,7 +22,9 @@ class TextFile:
         try:
             return self.path.read_bytes().removeprefix(BOM).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadRow("invalid_utf8", str(self.shown), f"byte {error.start} is not UTF-8") from error
+            raise BadRow(
+                "invalid_utf8", str(self.shown), f"byte {error.start} is not UTF-8"
+            ) from error
 
 
 def open_text(path: Path, shown: Path, options: FileOptions) -> TextFile:

@@ -1,0 +1,76 @@
+"""What is looked at before a checkpoint is loaded: are its files whole, and do its tensors fit the run?"""
+
+import logging
+from pathlib import Path
+
+from torch import Tensor
+
+from torchtitan.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
+from torchtitan.checkpoint.matching import TensorInfo, differences, is_rank_name, rank_name
+from torchtitan.checkpoint.storage import read_metadata, tensors_in
+from torchtitan.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+def find_damage(path: Path, rank: int, world_size: int, *, verify_hashes: bool) -> dict[str, str]:
+    """Compare this rank's share of the files with the manifest.
+
+    Returns:
+        What is wrong, by file name; empty if nothing is.
+
+    Raises:
+        CheckpointError: if ``path`` is no checkpoint, or of a newer format.
+    """
+    try:
+        manifest = read_manifest(path)
+    except DamagedError as error:
+        return {MANIFEST: str(error)}
+    share = sorted(manifest.files)[rank::world_size]
+    damage = manifest.damage(path, share, verify_hashes=verify_hashes)
+    return {name: text + _tensors_hit(path, name) for name, text in damage.items()}
+
+
+def match_tensors(
+    path: Path,
+    rank: int,
+    world_size: int,
+    tensors: dict[str, Tensor],
+    rank_tensors: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Pair the tensors of this run with those of the checkpoint.
+
+    Returns:
+        The tensors to load into, by their name in the checkpoint: all of ``tensors``, and those of
+        ``rank_tensors`` that were saved for this rank.
+
+    Raises:
+        CheckpointError: lists everything that is missing, unexpected, or of another shape or dtype.
+    """
+    saved = tensors_in(read_metadata(path))
+    own = {rank_name(rank, name): tensor for name, tensor in rank_tensors.items()}
+    own_saved = {name: tensor for name, tensor in own.items() if name in saved}
+    targets = tensors | own_saved
+    expected = {n: info for n, info in saved.items() if n in targets or not is_rank_name(n)}
+    lines = differences(expected, {name: TensorInfo.of(tensor) for name, tensor in targets.items()})
+    if lines:
+        raise CheckpointError(
+            f"{len(lines)} of its tensors do not fit this run; resume with the config that it was saved "
+            "with, or start afresh with resume=never:\n  " + "\n  ".join(lines)
+        )
+    saved_world_size = read_manifest(path).world_size
+    if saved_world_size != world_size:
+        log.info("%s was saved by %d ranks, %d load it", path, saved_world_size, world_size)
+    if world_size > saved_world_size or len(own_saved) < len(own):
+        log.warning("%s has no random state for some ranks or devices; they keep their own", path)
+    return targets
+
+
+def _tensors_hit(path: Path, file: str) -> str:
+    """The tensors with a part in a damaged file, for the error text; empty if that cannot be told."""
+    try:
+        names = list(tensors_in(read_metadata(path), file))
+    except CheckpointError:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" (it holds {', '.join(names[:3])}{more})" if names else ""
