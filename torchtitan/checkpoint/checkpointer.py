@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan.checkpoint.agreement import Agreement
 from torchtitan.checkpoint.files import HashedFiles
 from torchtitan.checkpoint.folder import CheckpointFolder
-from torchtitan.checkpoint.loading import find_damage, match_tensors
+from torchtitan.checkpoint.loading import Match, find_damage, match_tensors
 from torchtitan.checkpoint.manifest import MANIFEST, STATE, DamagedError, Manifest, read_manifest
 from torchtitan.checkpoint.matching import is_rank_name, rank_name
 from torchtitan.checkpoint.storage import read_tensors, stage, write_tensors
@@ -221,12 +221,13 @@ class Checkpointer(Configurable):
         if path not in self._verified:
             self._require_whole(path)
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        targets: dict[str, Tensor] = {}
+        what = f"loading {path}"
+        matched: list[Match] = []
         self._ranks.each(
-            f"loading {path}",
-            lambda: targets.update(match_tensors(path, rank, world_size, tensors, rank_tensors)),
+            what,
+            lambda: matched.append(match_tensors(path, rank, world_size, tensors, rank_tensors)),
         )
-        self._ranks.each(f"loading {path}", lambda: read_tensors(path, targets))
+        self._ranks.each(what, lambda: read_tensors(path, matched[0].metadata, matched[0].targets))
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], state_json: bytes, *, staged: bool

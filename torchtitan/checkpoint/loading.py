@@ -1,7 +1,9 @@
 """What is looked at before a checkpoint is loaded: are its files whole, and do its tensors fit the run?"""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,7 +12,24 @@ from torchtitan.checkpoint.matching import TensorInfo, differences, is_rank_name
 from torchtitan.checkpoint.storage import read_metadata, tensors_in
 from torchtitan.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A checkpoint that fits the run.
+
+    Attributes:
+        metadata: DCP's description of its shards.
+        targets: the tensors to load into, by their name in the checkpoint: all global ones, and those of this
+            rank that were saved for it.
+    """
+
+    metadata: "Metadata"
+    targets: dict[str, Tensor]
 
 
 def find_damage(path: Path, rank: int, world_size: int, *, verify_hashes: bool) -> dict[str, str]:
@@ -37,17 +56,14 @@ def match_tensors(
     world_size: int,
     tensors: dict[str, Tensor],
     rank_tensors: dict[str, Tensor],
-) -> dict[str, Tensor]:
+) -> Match:
     """Pair the tensors of this run with those of the checkpoint.
-
-    Returns:
-        The tensors to load into, by their name in the checkpoint: all of ``tensors``, and those of
-        ``rank_tensors`` that were saved for this rank.
 
     Raises:
         CheckpointError: lists everything that is missing, unexpected, or of another shape or dtype.
     """
-    saved = tensors_in(read_metadata(path))
+    metadata = read_metadata(path)
+    saved = tensors_in(metadata)
     own = {rank_name(rank, name): tensor for name, tensor in rank_tensors.items()}
     own_saved = {name: tensor for name, tensor in own.items() if name in saved}
     targets = tensors | own_saved
@@ -63,7 +79,7 @@ def match_tensors(
         log.info("%s was saved by %d ranks, %d load it", path, saved_world_size, world_size)
     if world_size > saved_world_size or len(own_saved) < len(own):
         log.warning("%s has no random state for some ranks or devices; they keep their own", path)
-    return targets
+    return Match(metadata, targets)
 
 
 def _tensors_hit(path: Path, file: str) -> str:

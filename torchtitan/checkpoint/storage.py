@@ -93,7 +93,7 @@ def write_tensors(
     return records, tensors_in(metadata)
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def read_tensors(folder: Path, metadata: "Metadata", tensors: dict[str, Tensor]) -> None:
     """Read this rank's part of every tensor into it, whatever the sharding was when it was saved.
 
     Not collective: each rank reads for itself, and the caller makes the ranks agree on the outcome.
@@ -101,7 +101,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         CheckpointError: if a file cannot be read.
     """
-    reader = _reader_class()(folder)
+    reader = _reader_class()(folder, metadata)
     planner = torch_api.dcp.default_planner.DefaultLoadPlanner(flatten_state_dict=False)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
@@ -206,8 +206,12 @@ def _writer_class() -> "Callable[..., FileSystemWriter]":
 @functools.cache
 def _reader_class() -> "Callable[..., FileSystemReader]":
     class SafeReader(torch_api.dcp.filesystem.FileSystemReader):
+        def __init__(self, folder: Path, metadata: "Metadata") -> None:
+            super().__init__(folder)
+            self.metadata = metadata
+
         def read_metadata(self, *_: Any, **__: Any) -> "Metadata":
-            """In place of DCP's own, which runs whatever the pickle asks for."""
-            return read_metadata(Path(self.path))
+            """What was read before, safely; DCP's own runs whatever the pickle asks for."""
+            return self.metadata
 
     return SafeReader

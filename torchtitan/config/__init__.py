@@ -2,7 +2,7 @@ from torchtitan.config.configurable import ChecksWorld, Configurable, Problem
 from torchtitan.config.differences import Difference, differences
 from torchtitan.config.serialize import from_dict, to_dict
 from torchtitan.config.show import format_tree
-from torchtitan.config.tree import Entry, check_tree, clone, leaves, walk
+from torchtitan.config.tree import Entry, check_tree, clone, entries, leaves, walk
 
 __all__ = [
     "ChecksWorld",
@@ -13,6 +13,7 @@ __all__ = [
     "check_tree",
     "clone",
     "differences",
+    "entries",
     "format_tree",
     "from_dict",
     "leaves",

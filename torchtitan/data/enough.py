@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torchtitan.data.bad_rows import DOCUMENTS, EMPTY, BadRowPolicy, bad_kinds, bad_total
+from torchtitan.data.document import Document
 from torchtitan.data.feed import Part
 from torchtitan.data.order import permuted
 from torchtitan.data.source import BadRow, MapSource, SequentialSource, text_of
-from torchtitan.data.stream import encode_part
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
@@ -42,7 +42,7 @@ def check_enough(
         seen: Counter[str] = Counter()
         source_tokens = 0
         for text in _texts(source, policy, seen):
-            source_tokens += len(encode_part(Part(text), tokenizer))
+            source_tokens += len(Document(Part(text), tokenizer).take(needed)[0])
             if tokens + source_tokens >= needed or _promises(source, seen, source_tokens, needed):
                 source_tokens = max(source_tokens, needed)
                 break

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.batch import IGNORE_INDEX
 from torchtitan.data.bad_rows import DOCUMENTS, EMPTY, BadRowPolicy
-from torchtitan.data.feed import Feed, Part
+from torchtitan.data.document import Document
+from torchtitan.data.feed import Feed
 from torchtitan.data.source import BadRow
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
@@ -24,8 +24,8 @@ StreamState = dict[str, Any]
 """What a stream has done, JSON-able and independent of the tokens themselves:
 
 - ``taken``: rows taken, for each source.
-- ``tokens``: tokens taken, for each source; they decide which source is next.
-- ``open``: ``[source, offset]`` of the document in progress (the last taken of its source), or None.
+- ``tokens``: tokens packed, for each source; they decide which source is next.
+- ``open``: ``[source, slice, offset]`` in the document in progress (the last taken of its source), or None.
 - ``counts``: documents, empty and bad rows so far.
 """
 
@@ -41,13 +41,6 @@ def rows_wanted(state: StreamState) -> list[int]:
     if state["open"] is not None:
         wanted[state["open"][0]] -= 1
     return wanted
-
-
-def encode_part(part: Part, tokenizer: Tokenizer) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Token ids of a document, with its beginning and end where the part has them."""
-    before = [tokenizer.bos_id] if part.first and tokenizer.bos_id is not None else []
-    after = [tokenizer.eos_id] if part.last else []
-    return np.array([*before, *tokenizer.encode(part.text), *after], dtype=np.int32)
 
 
 class Stream:
@@ -90,18 +83,17 @@ class Stream:
         self._tokens: list[int] = list(state["tokens"])
         self._counts: Counter[str] = Counter(state["counts"])
         self._source = 0
-        self._document = np.empty(0, dtype=np.int32)
-        self._offset = 0
+        self._document: Document | None = None
         if state["open"] is not None:
             self._reopen(*state["open"])
 
     def state(self) -> StreamState:
         """The position after the last row."""
-        in_progress = self._offset < len(self._document)
+        document = self._document
         return {
             "taken": list(self._taken),
             "tokens": list(self._tokens),
-            "open": [self._source, self._offset] if in_progress else None,
+            "open": [self._source, *document.place] if document else None,
             "counts": dict(self._counts),
         }
 
@@ -115,24 +107,19 @@ class Stream:
         tokens, labels, positions, document_ids = row
         filled, n_documents = 0, 0
         while filled < self.seq_len:
-            if self._offset == len(self._document):
-                self._open_next()
-            start = self._offset
-            end = min(start + self.seq_len - filled, len(self._document))
-            here = slice(filled, filled + end - start)
-            tokens[here] = self._document[start:end]
-            # The label of a row's last token is in the next row, but it is known; only a document's last token has none.
-            following = self._document[start + 1 : end + 1]
-            labels[here] = IGNORE_INDEX
-            labels[filled : filled + len(following)] = following
-            positions[here] = np.arange(end - start)
+            document = self._document or self._open_next()
+            taken, following = document.take(self.seq_len - filled)
+            here = slice(filled, filled + len(taken))
+            tokens[here], labels[here] = taken, following
+            positions[here] = np.arange(len(taken))
             document_ids[here] = n_documents
-            self._offset = end
+            self._tokens[self._source] += len(taken)
+            self._document = None if document.finished else document
             filled = here.stop
             n_documents += 1
         return row
 
-    def _open_next(self) -> None:
+    def _open_next(self) -> Document:
         """Take rows until one has text."""
         for _ in range(_MAX_ROWS_WITHOUT_TEXT):
             source = min(
@@ -150,16 +137,14 @@ class Stream:
                 self._counts[EMPTY] += 1
                 continue
             self._counts[DOCUMENTS] += 1
-            self._source, self._offset = source, 0
-            self._document = encode_part(part, self.tokenizer)
-            self._tokens[source] += len(self._document)
-            return
+            self._source = source
+            return Document(part, self.tokenizer)
         raise DataError(
             f"{_MAX_ROWS_WITHOUT_TEXT} rows one after the other hold no text ({dict(self._counts)} so far); "
             "mend the data or remove the source"
         )
 
-    def _reopen(self, source: int, offset: int) -> None:
+    def _reopen(self, source: int, slice_number: int, offset: int) -> None:
         """Read the document in progress again."""
         try:
             part = self.feeds[source].take(self.number, self._taken[source] - 1)
@@ -167,5 +152,5 @@ class Stream:
             raise DataError(
                 f"{row}; the row was readable when the checkpoint was written: restore the data"
             ) from row
-        self._source, self._offset = source, offset
-        self._document = encode_part(part, self.tokenizer)
+        self._source = source
+        self._document = Document(part, self.tokenizer, (slice_number, offset))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -38,10 +38,8 @@ class Validation(Configurable):
         """Optimizer steps between evaluations; there is one after the last step too. 0 means only that one."""
         steps: int = 4
         """Global batches of an evaluation, each as large as a training step's."""
-        data: Loader.Config = field(
-            default_factory=lambda: Loader.Config(shuffle=False, n_workers=0)
-        )
-        """Held-out rows."""
+        data: Loader.Config
+        """Held-out rows, in a fixed order (shuffle off)."""
 
         def check(self) -> Iterator[Problem]:
             """See `Configurable.Config.check`."""

@@ -1,6 +1,6 @@
 """Kill a saving process at each of its file operations in turn; run as a script by test_kill.py.
 
-The process is forked for each try, so that torch is imported once. Prints, as JSON, which step was chosen after
+The process is forked for each try, so that torch is imported once. Prints, as JSON, which value was chosen after
 each kill; the last try ran to its end.
 """
 
@@ -95,4 +95,5 @@ def main(folder: Path, step: int, async_save: bool) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "async")))
+    chosen_values = main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "async")
+    sys.stdout.write(json.dumps(chosen_values))

@@ -90,7 +90,7 @@ def test_a_path_is_taken_from_any_folder(build, tmp_path):
 
 def test_a_path_that_is_no_checkpoint_is_refused_with_what_there_is(build, tmp_path):
     save(build(), 10)
-    with pytest.raises(CheckpointError, match="there is no checkpoint folder .*/nowhere"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint folder .*/nowhere"):
         build().resolve(str(tmp_path / "nowhere"))
     with pytest.raises(
         CheckpointError, match=r"no manifest.json; it holds .*step-00000010: pass one"
@@ -206,7 +206,7 @@ def test_a_failed_replacement_puts_the_old_one_back(build, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", fail_to_commit)
-        with pytest.raises(CheckpointError, match="step 10: .*Input/output error"):
+        with pytest.raises(CheckpointError, match=r"step 10: .*Input/output error"):
             checkpointer.save(10, make_tensors(11), make_rng(11), {})
     assert names(tmp_path) == ["step-00000010"]
     assert_holds(checkpointer, checkpointer.resolve("latest"), 10)
@@ -316,7 +316,7 @@ def test_an_unwritable_folder_is_reported_at_the_start(tmp_path):
 
 
 def test_state_that_is_not_json_is_refused(build, tmp_path):
-    with pytest.raises(CheckpointError, match="step 10: TypeError.*set is not JSON serializable"):
+    with pytest.raises(CheckpointError, match=r"step 10: TypeError.*set is not JSON serializable"):
         build().save(10, make_tensors(10), {}, {"ids": {1, 2}})
     assert names(tmp_path) == []
 

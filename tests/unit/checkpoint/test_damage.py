@@ -208,6 +208,6 @@ def test_a_malicious_shard_is_refused_and_not_run(checkpointer, tmp_path):
     size = (path / "__0_0.distcp").stat().st_size
     payload = pickle.dumps(Payload(f"touch {tmp_path / 'ran'}"), protocol=2)
     forge(path, "__0_0.distcp", payload.ljust(size, b"\0"))
-    with pytest.raises(CheckpointError, match="loading .*step-00000020"):
+    with pytest.raises(CheckpointError, match=r"loading .*step-00000020"):
         checkpointer.load(path, tensors(0), {})
     assert not (tmp_path / "ran").exists()

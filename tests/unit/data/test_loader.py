@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.data.helpers import TOKENIZER, Ranks, StreamedTexts, Texts, build, documents, same
 from torchtitan.batch import IGNORE_INDEX
-from torchtitan.data import Embedded, Loader
+from torchtitan.data import Embedded, Files, Loader
 from torchtitan.errors import ConfigError, DataError
 
 TEXTS = [f"Text number {i}. " + "It goes on. " * (i % 5) for i in range(41)]
@@ -73,7 +73,7 @@ def test_the_state_is_that_of_the_batch_delivered_not_of_what_is_prefetched():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 40), min_size=4, max_size=30),
+    sizes=st.lists(st.integers(12, 60), min_size=4, max_size=30),
     ranks=st.sampled_from([1, 2, 4]),
     stop=st.integers(1, 8),
     shuffle=st.booleans(),
@@ -176,7 +176,7 @@ def test_an_error_of_the_data_arrives_without_the_traceback_of_a_worker(workers,
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(rows), encoding="utf-8")
     from_files = Loader.Config(
-        sources=[files(path)], n_workers=workers, shuffle=False, bad_rows="error"
+        sources=[Files.Config(path=str(path))], n_workers=workers, shuffle=False, bad_rows="error"
     )
     loader = build(from_files, rows=4)
     with pytest.raises(DataError, match=r"^bad row: .*rows.jsonl line 301: broken JSON") as caught:
@@ -185,17 +185,13 @@ def test_an_error_of_the_data_arrives_without_the_traceback_of_a_worker(workers,
     assert "Traceback" not in str(caught.value)
 
 
-def files(path):
-    from torchtitan.data import Files
-
-    return Files.Config(path=str(path))
-
-
 def test_bad_rows_are_shown_ten_times_and_counted(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     rows = [json.dumps({"text": "good " * 5}) if i % 4 else "null" for i in range(200)]
     path.write_text("\n".join(rows), encoding="utf-8")
-    loaders = Loader.Config(sources=[files(path)], n_workers=2, max_bad_fraction=0.5)
+    loaders = Loader.Config(
+        sources=[Files.Config(path=str(path))], n_workers=2, max_bad_fraction=0.5
+    )
     loader = build(loaders, rows=4, seq_len=64)
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
@@ -269,6 +265,6 @@ def test_two_sources_are_mixed_alike_by_any_number_of_workers(workers):
 def test_one_text_file_fills_a_batch_with_different_rows(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"Sentence {i} of the book. " for i in range(400)), encoding="utf-8")
-    batch = build(Loader.Config(sources=[files(path)], n_workers=0)).next().batch
+    batch = build(Loader.Config(sources=[Files.Config(path=str(path))], n_workers=0)).next().batch
     assert len({tuple(row) for row in batch["tokens"].tolist()}) == 8
     assert TOKENIZER.decode(batch["tokens"][0].tolist()).strip()

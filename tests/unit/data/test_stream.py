@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from tests.unit.data.helpers import TOKENIZER, Texts
 from torchtitan.batch import IGNORE_INDEX
+from torchtitan.data import tokenizer
 from torchtitan.data.bad_rows import BadRowPolicy
 from torchtitan.data.feed import MapFeed
 from torchtitan.data.stream import Stream, new_state
@@ -107,3 +108,20 @@ def test_a_source_without_text_ends_in_an_error_not_a_hang():
         DataError, match=r"10000 rows one after the other hold no text \(\{'empty': 10000\}"
     ):
         stream_of(["", " "], seq_len=4).next_row()
+
+
+def test_a_document_of_several_slices(monkeypatch):
+    text = "".join(f"Line {i} of the text.\n" for i in range(40))
+    whole = tokens_of(text)
+    monkeypatch.setattr(tokenizer, "_SLICE_CHARACTERS", 50)
+    stream = stream_of([text], seq_len=7)
+    rows, states = [], []
+    for _ in range(len(whole) // 7):
+        states.append(stream.state())
+        rows.append(stream.next_row())
+    n = len(whole) // 7 * 7
+    assert np.concatenate([row[0] for row in rows]).tolist() == whole[:n]
+    assert np.concatenate([row[1] for row in rows]).tolist() == [*whole[1:], IGNORE_INDEX][:n]
+    assert max(state["open"][1] for state in states if state["open"]) > 10
+    for state, row in zip(states, rows, strict=True):
+        assert np.array_equal(stream_of([text], seq_len=7, state=state).next_row(), row)

@@ -49,7 +49,7 @@ def open_json(path: Path, shown: Path, options: FileOptions) -> Spans:
 def parse_object(data: bytes, place: str, *, text_field: str) -> object:
     """The text field of one JSON object."""
     try:
-        row = json.loads(data.removeprefix(BOM).decode("utf-8"))
+        row = json.loads(data.removeprefix(BOM).rstrip().decode("utf-8"))
     except json.JSONDecodeError as error:
         raise BadRow(
             "broken", place, f"broken JSON: {error.msg} at character {error.pos + 1}"

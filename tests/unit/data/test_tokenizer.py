@@ -1,0 +1,164 @@
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.data.helpers import TOKENIZER
+from torchtitan.data import Tokenizer, tokenizer
+from torchtitan.data.tokenizer import BUNDLED
+from torchtitan.errors import ConfigError
+
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+
+
+def folder_with(tmp_path, **settings) -> str:
+    shutil.copy(BUNDLED, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return str(tmp_path)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_comes_back(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\N{GRINNING FACE}\N{ZERO WIDTH JOINER}",
+        "日本語 한국어",
+        "e\u0301",
+        "\x00\x01\x7f\x85",
+        " \n\t\r\n ",
+        "\ufeff",
+        "",
+    ],
+)
+def test_unusual_texts_come_back(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_the_bundled_tokenizer():
+    assert TOKENIZER.vocab_size == 4096
+    assert (TOKENIZER.bos_id, TOKENIZER.eos_id) == (0, 1)
+    assert TOKENIZER.decode([0, 1]) == "<|begin_of_text|><|end_of_text|>"
+    assert all(name in TOKENIZER.vocab for name in SPECIAL)
+    text = "def read(self, index: int) -> str:\n    return self.texts[index]\n"
+    assert len(TOKENIZER.encode(text)) < len(text) / 2.5
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_text_that_names_a_special_token_stays_text(name):
+    for tok in (TOKENIZER, pickle.loads(pickle.dumps(TOKENIZER))):
+        ids = tok.encode(f"a{name}b")
+        assert len(ids) > 3
+        assert min(ids) >= 16  # the special tokens are below
+        assert tok.decode(ids) == f"a{name}b"
+
+
+@pytest.mark.parametrize("cut", ["words and lines\n", "wordsandwords", "a b\tc\n\n\n  d "])
+def test_a_long_text_is_encoded_in_slices(cut, monkeypatch):
+    text = cut * (400_000 // len(cut))
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    if " " in cut:
+        monkeypatch.setattr(tokenizer, "_SLICE_CHARACTERS", len(text))
+        assert TOKENIZER.encode(text) == ids
+
+
+def test_bos_and_eos_of_tokenizer_config(tmp_path):
+    path = folder_with(tmp_path, bos_token={"content": "<|im_start|>"}, eos_token="<|im_end|>")
+    tok = Tokenizer.Config(path=path).build()
+    assert (tok.bos_id, tok.eos_id) == (3, 4)
+    tok = Tokenizer.Config(path=path, bos_token="", eos_token="<|pad|>").build()
+    assert (tok.bos_id, tok.eos_id) == (None, 2)
+
+
+@pytest.mark.parametrize("settings", [{"bos_token": None}, {"add_bos_token": False}])
+def test_a_tokenizer_without_bos(tmp_path, settings):
+    tok = Tokenizer.Config(path=folder_with(tmp_path, **settings)).build()
+    assert (tok.bos_id, tok.eos_id) == (None, 1)
+
+
+def test_no_end_of_document_token_names_the_field(tmp_path):
+    path = folder_with(tmp_path, eos_token=None)
+    with pytest.raises(
+        ConfigError,
+        match=r"names no end-of-document token .* vocabulary of 4096\); set tokenizer.eos_token",
+    ):
+        Tokenizer.Config(path=path).build()
+
+
+def test_a_token_that_is_not_in_the_vocabulary():
+    expected = r"tokenizer.eos_token='</end>' is not among the 4096 tokens"
+    with pytest.raises(ConfigError, match=expected):
+        Tokenizer.Config(eos_token="</end>").build()
+
+
+def test_files_that_are_no_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(
+        ConfigError,
+        match=r"tokenizer.json is not a tokenizer that the package tokenizers can read \(",
+    ):
+        Tokenizer.Config(path=str(tmp_path)).build()
+    folder_with(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_config.json is not valid JSON \(.*\); mend or remove it"
+    ):
+        Tokenizer.Config(path=str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("folder", "the folder has no tokenizer.json"),
+        ("folder/tokenizer.json", "does not exist"),
+        ("nowhere/at/all", "does not exist"),
+    ],
+)
+def test_paths_that_are_missing(tmp_path, name, reason):
+    (tmp_path / "folder").mkdir()
+    config = Tokenizer.Config(path=str(tmp_path / name))
+    (problem,) = config.check()
+    assert (problem.path, problem.reason) == ("path", reason)
+    with pytest.raises(
+        ConfigError,
+        match=r"there is no tokenizer.json; name a tokenizer.json, its folder, or a hub name",
+    ):
+        config.build()
+
+
+def test_good_paths_have_no_problem(tmp_path):
+    folder = folder_with(tmp_path)
+    for path in (None, folder, f"{folder}/tokenizer.json", "gpt2", "org/name"):
+        assert not list(Tokenizer.Config(path=path).check())
+
+
+def test_a_hub_name_is_found_in_the_hub_cache_when_offline(tmp_path):
+    snapshot = tmp_path / "hub/models--org--name/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    shutil.copy(BUNDLED, snapshot / "tokenizer.json")
+    (tmp_path / "hub/models--org--name/refs").mkdir()
+    (tmp_path / "hub/models--org--name/refs/main").write_text("abc", encoding="utf-8")
+    program = (
+        "from torchtitan.data import Tokenizer\n"
+        "assert Tokenizer.Config(path='org/name').build().vocab_size == 4096\n"
+        "try: Tokenizer.Config(path='org/other').build()\n"
+        "except ValueError as error: print(error)\n"
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith(
+        "tokenizer.path=org/other: cannot get tokenizer.json from the hub ("
+    )
+    assert "HF_HUB_OFFLINE, or name a local path" in result.stdout

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from torchtitan.training.settings import Training
+
+
+def config(**changes):
+    return Training.Config(**{"steps": 1, "seq_len": 8, "global_batch_rows": 8, **changes})
+
+
+def test_rows_that_do_not_divide_are_refused_with_what_does():
+    (problem,) = config().check_rows(3)
+    assert str(problem) == (
+        "global_batch_rows=8: does not divide by the 3 data ranks; "
+        "set [6, 9], or use another number of ranks"
+    )
+    (problem,) = config(micro_batch_rows=3).check_rows(2)
+    assert problem.reason.startswith("does not divide the 4 rows of a rank (global_batch_rows=8 / 2")
+    assert problem.remedy == "choose one of [1, 2, 4], or None for all"
+    assert list(config(micro_batch_rows=2).check_rows(4)) == []
+
+
+def test_ranges():
+    bad = config(
+        steps=0,
+        seq_len=-1,
+        global_batch_rows=0,
+        gc_every_n_steps=0,
+        micro_batch_rows=0,
+        max_grad_norm=0.0,
+        seed=-1,
+    )
+    assert [p.path for p in bad.check()] == [
+        "steps",
+        "seq_len",
+        "global_batch_rows",
+        "gc_every_n_steps",
+        "micro_batch_rows",
+        "max_grad_norm",
+        "seed",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_cuda_without_a_gpu():
+    (problem,) = config(device="cuda").check()
+    assert str(problem) == "device=cuda: but this machine has no usable GPU; set auto or cpu"
+
+
+def test_compute_dtype():
+    assert Training.compute_dtype(config(), torch.device("cpu")) == torch.float32
+    assert Training.compute_dtype(config(), torch.device("cuda")) == torch.bfloat16
+    chosen = config(compute_dtype="bfloat16")
+    assert Training.compute_dtype(chosen, torch.device("cpu")) == torch.bfloat16
