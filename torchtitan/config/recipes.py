@@ -38,7 +38,7 @@ class Recipe:
         function = getattr(importlib.import_module(self.module), self.name, None)
         if function is None:
             raise _unknown(self.module, self.name, recipes_in(self.module))
-        if not callable(function):
+        if not callable(function) or isinstance(function, type):
             raise ConfigError(
                 f"--config {self.name}: is no function in {self.module}; name a function that returns the root config"
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.data.source import BadRow, MapSource, Source
+from torchtitan.errors import DataError
 
 _SKIPPED_FOLDERS = {
     "test",
@@ -61,6 +62,10 @@ class Embedded(MapSource):
             return (self._root / rest).read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise BadRow("invalid_utf8", name, f"byte {error.start} is not UTF-8") from error
+        except OSError as error:
+            raise DataError(
+                f"{self._root / rest}: cannot be read ({error.strerror}); mend the installation of Python"
+            ) from error
 
     def describe(self) -> str:
         """Name and size for messages."""

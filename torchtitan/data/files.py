@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from torchtitan.config.configurable import Problem
-from torchtitan.data.formats.opening import FORMATS, PACKAGES, known_extensions, open_rows
+from torchtitan.data.formats.opening import (
+    FORMATS,
+    PACKAGES,
+    cannot_read,
+    known_extensions,
+    open_rows,
+)
 from torchtitan.data.formats.rows import FileOptions
 from torchtitan.data.source import MapSource, Source
 from torchtitan.errors import DataError
@@ -67,16 +73,16 @@ class Files(MapSource):
     def __init__(self, config: Config) -> None:
         options = FileOptions(config.text_field, config.cache_folder)
         self._paths = _as_list(config.path)
-        files: list[Path] = []
+        self._files: list[Path] = []
         for path in self._paths:
             try:
-                files += find_files(path)
+                self._files += find_files(path)
             except DataError as error:
                 raise DataError(
                     f"{path}: {error}; name a file, folder or glob with {_KNOWN}"
                 ) from error
-        self._files = [open_rows(file, options) for file in files]
-        self._ends = list(accumulate(len(rows) for rows in self._files))
+        self._rows = [open_rows(file, options) for file in self._files]
+        self._ends = list(accumulate(len(rows) for rows in self._rows))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -84,7 +90,10 @@ class Files(MapSource):
     def read(self, index: int) -> str:
         """Text of row ``index``, counted over all files."""
         file = bisect_right(self._ends, index)
-        return self._files[file].read(index - (self._ends[file - 1] if file else 0))
+        try:
+            return self._rows[file].read(index - (self._ends[file - 1] if file else 0))
+        except OSError as error:
+            raise cannot_read(self._files[file], error) from error
 
     def describe(self) -> str:
         """Name and size for messages."""

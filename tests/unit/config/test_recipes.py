@@ -139,7 +139,7 @@ def test_an_unknown_module_is_answered_with_what_there_is(package, module, expec
         ),
         ("NUMBER", True, "--config NUMBER: is no function in shop.models.toys; name a function"),
         ("no_config", True, "--config no_config: returned dict; a recipe returns the root config"),
-        ("partial", True, "--config partial: "),
+        ("partial", True, "--config partial: is no function in shop.models.toys"),
     ],
 )
 def test_an_unknown_recipe_is_answered_with_what_there_is(package, name, build, expected):

@@ -125,3 +125,9 @@ def documents(rows: list[Tensor], stream: int) -> list[str]:
         else:
             current.append(token)
     return texts
+
+
+def run_on(loader: Loader, n_steps: int = 300) -> None:
+    """Draw batches, for what goes wrong on the way."""
+    for _ in range(n_steps):
+        loader.next()

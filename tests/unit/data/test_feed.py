@@ -80,8 +80,8 @@ def test_going_on_skips_to_the_first_row_still_needed():
 def test_a_source_that_changes_its_length_is_an_error():
     source = StreamedTexts(StreamedTexts.Config(texts=texts(3)))
     feed = SequentialFeed(source, 1, None, {0: 0}, 5)
-    with pytest.raises(
-        DataError, match=r"StreamedTexts: epoch 0 ended after 3 rows, not 5; the data changed"
-    ):
-        for count in range(4):
-            feed.take(0, count)
+    for count in range(3):
+        feed.take(0, count)
+    expected = r"StreamedTexts: epoch 0 ended after 3 rows, not 5; the data changed"
+    with pytest.raises(DataError, match=expected):
+        feed.take(0, 3)

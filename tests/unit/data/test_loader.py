@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.helpers import TOKENIZER, Ranks, StreamedTexts, Texts, build, documents, same
+from tests.unit.data.helpers import (
+    TOKENIZER,
+    Ranks,
+    StreamedTexts,
+    Texts,
+    build,
+    documents,
+    run_on,
+    same,
+)
 from torchtitan.batch import IGNORE_INDEX
 from torchtitan.data import Embedded, Files, Loader
 from torchtitan.errors import ConfigError, DataError
@@ -164,8 +173,7 @@ def test_a_worker_that_dies_is_a_data_error():
     with pytest.raises(
         DataError, match=r"a data worker died .*n_workers=0 reads the data in the training process"
     ):
-        for _ in range(10):
-            loader.next()
+        run_on(loader)
     loader.close()
 
 
@@ -180,8 +188,7 @@ def test_an_error_of_the_data_arrives_without_the_traceback_of_a_worker(workers,
     )
     loader = build(from_files, rows=4)
     with pytest.raises(DataError, match=r"^bad row: .*rows.jsonl line 301: broken JSON") as caught:
-        for _ in range(200):
-            loader.next()
+        run_on(loader)
     assert "Traceback" not in str(caught.value)
 
 

@@ -58,9 +58,13 @@ def open_rows(path: Path, options: FileOptions) -> Rows:
     try:
         return FORMATS[extensions[0]](plain, path, options)
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check its permissions"
-        ) from error
+        raise cannot_read(path, error) from error
+
+
+def cannot_read(path: Path, error: OSError) -> DataError:
+    """The error for a file that the system does not give out."""
+    reason = error.strerror or str(error)
+    return DataError(f"{path}: cannot be read ({reason}); check the file and its permissions")
 
 
 def _decompress(path: Path, compression: str, copy: Path) -> None:
