@@ -103,8 +103,8 @@ class Trainer(Configurable):
             """Rules that need the number of ranks."""
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
-                replicate, shard = self.parallelism.resolve(world_size)
-                found = [(p, "training") for p in self.training.check_rows(replicate * shard)]
+                data_ranks = self.parallelism.resolve(world_size).data
+                found = [(p, "training") for p in self.training.check_rows(data_ranks)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy

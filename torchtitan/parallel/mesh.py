@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan import torch_api
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.environment import local_rank, world_size
+from torchtitan.parallel.degrees import Degrees, divisors, nearest_fitting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,37 +24,63 @@ class Mesh(Configurable):
     class Config(Configurable.Config):
         """Degrees of parallelism; their product is the number of ranks."""
 
-        OPERATIONAL = frozenset({"dp_replicate", "dp_shard", "reshard_after_forward", "timeout_s"})
+        OPERATIONAL = frozenset(
+            {
+                "dp_replicate",
+                "dp_shard",
+                "cp",
+                "tp",
+                "pp",
+                "ep",
+                "reshard_after_forward",
+                "timeout_s",
+            }
+        )
 
         dp_replicate: int = 1
         """Copies of the parameters, whose gradients are all-reduced. With dp_shard=1 this is plain data parallel
         (DDP); with both above 1 it is HSDP. -1 means what is left."""
         dp_shard: int = -1
         """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1 means what is left."""
+        cp: int = 1
+        """Context parallel: ranks that share the tokens of a row."""
+        tp: int = 1
+        """Tensor parallel: ranks that share each matmul."""
+        pp: int = 1
+        """Pipeline parallel: groups of ranks that hold different blocks."""
+        ep: int = 1
+        """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
         for the memory of the whole model."""
         timeout_s: float = 300.0
         """Seconds after which a collective that some rank does not join ends the run with an error."""
 
-        def resolve(self, world_size: int) -> tuple[int, int]:
-            """(dp_replicate, dp_shard) with -1 filled in; their product is ``world_size`` if the config is sound."""
-            if self.dp_shard == -1:
-                return self.dp_replicate, world_size // max(1, self.dp_replicate)
-            if self.dp_replicate == -1:
-                return world_size // max(1, self.dp_shard), self.dp_shard
-            return self.dp_replicate, self.dp_shard
+        def resolve(self, world_size: int) -> Degrees:
+            """The degrees with -1 filled in; their product is ``world_size`` if the config is sound."""
+            known = max(1, self.pp * self.cp * self.tp)
+            replicate, shard = self.dp_replicate, self.dp_shard
+            if shard == -1:
+                shard = max(1, world_size // max(1, known * replicate))
+            elif replicate == -1:
+                replicate = max(1, world_size // max(1, known * shard))
+            return Degrees(
+                pp=self.pp,
+                dp_replicate=replicate,
+                dp_shard=shard,
+                cp=self.cp,
+                tp=self.tp,
+                ep=self.ep,
+            )
 
         def check(self) -> Iterator[Problem]:
             """See `Configurable.Config.check`."""
-            for name in ("dp_replicate", "dp_shard"):
-                if getattr(self, name) < 1 and getattr(self, name) != -1:
-                    yield Problem(
-                        name,
-                        getattr(self, name),
-                        "is not a degree",
-                        "set 1 or more, or -1 to infer it",
-                    )
+            for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
+                value = getattr(self, name)
+                inferable = name.startswith("dp")
+                if value < 1 and not (inferable and value == -1):
+                    remedy = "set 1 or more" + (", or -1 to infer it" if inferable else "")
+                    yield Problem(name, value, "is not a degree", remedy)
             if self.dp_replicate == self.dp_shard == -1:
                 yield Problem(
                     "dp_shard", -1, "and dp_replicate=-1 cannot both be inferred", "set one of them"
@@ -67,26 +94,24 @@ class Mesh(Configurable):
             """Yield a problem if the degrees do not multiply to ``world_size``."""
             if any(True for _ in self.check()):
                 return
-            replicate, shard = self.resolve(world_size)
-            if replicate * shard == world_size:
-                return
-            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            if -1 in (self.dp_replicate, self.dp_shard):
-                name = "dp_shard" if self.dp_replicate == -1 else "dp_replicate"
+            degrees = self.resolve(world_size)
+            if degrees.world != world_size:
+                fitting = "; or ".join(d.equation() for d in nearest_fitting(degrees, world_size))
                 yield Problem(
-                    name,
-                    getattr(self, name),
-                    f"does not divide the {world_size} ranks",
-                    f"choose one of {divisors}",
+                    "dp_shard",
+                    self.dp_shard,
+                    f"makes {degrees.equation()} = {degrees.world} ranks, but the world size is {world_size}",
+                    f"set {fitting} (dp_shard=-1 infers it)",
                 )
-                return
-            yield Problem(
-                "dp_shard",
-                self.dp_shard,
-                f"* dp_replicate={self.dp_replicate} = {replicate * shard} ranks, but the world size is {world_size}",
-                f"set dp_shard=-1 to infer it, or (dp_replicate, dp_shard) to one of "
-                f"{[(n, world_size // n) for n in divisors]}",
-            )
+            elif (degrees.dp_shard * degrees.cp * degrees.tp) % degrees.ep:
+                lendable = degrees.dp_shard * degrees.cp * degrees.tp
+                yield Problem(
+                    "ep",
+                    degrees.ep,
+                    f"does not divide the {lendable} ranks of dp_shard={degrees.dp_shard} * cp={degrees.cp} * "
+                    f"tp={degrees.tp} that it borrows",
+                    f"choose one of {divisors(lendable)}",
+                )
 
         def build(self, device: torch.device) -> "Mesh":
             """Join the process group, which spans all ranks, and make the mesh."""
@@ -98,38 +123,48 @@ class Mesh(Configurable):
         if self.owns_process_group:
             _init_process_group(device, config.timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.dp_replicate, self.dp_shard = config.resolve(self.world_size)
-        self.fsdp: DeviceMesh = torch_api.init_device_mesh(
-            device.type,
-            (self.dp_replicate, self.dp_shard),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
-        )
+        self.degrees = d = config.resolve(self.world_size)
+        """Ranks along each axis."""
+        # The same ranks, factored in three ways; tp is the innermost axis in all of them.
+        dense = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp)
+        expert = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep)
+        grid = self._factor(pp=d.pp, data=d.data, cp=d.cp, tp=d.tp)
+        loss = self._factor(pp=d.pp, loss=d.data * d.cp, tp=d.tp)
+        self.fsdp: DeviceMesh = dense["dp_replicate", "fsdp"]
+        """Of dense parameters: (dp_replicate, fsdp), fsdp being dp_shard * cp."""
+        self.tp: DeviceMesh = dense["tp"]
+        self.pp: DeviceMesh = dense["pp"]
+        self.cp: DeviceMesh = grid["cp"]
+        self.ep: DeviceMesh = expert["ep"]
+        self.expert_fsdp: DeviceMesh = expert["dp_replicate", "efsdp"]
+        """Of expert parameters, besides their split over ``ep``."""
+        self.loss: DeviceMesh = loss["loss"]
+        """Ranks whose loss sums add up: they hold different tokens."""
+        self.dp_rank: int = grid.get_local_rank("data")
+        """This rank's number among the data ranks; its cp, tp and pp peers have the same rows."""
         timeout = timedelta(seconds=config.timeout_s)
         self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
         """CPU group of all ranks, for decisions that the hosts take together."""
 
+    def _factor(self, **axes: int) -> "DeviceMesh":
+        return torch_api.init_device_mesh(
+            self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
+
     @property
     def dp_world_size(self) -> int:
         """Number of data ranks: those that get different rows."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's number among the data ranks."""
-        return self.rank
+        return self.degrees.data
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add ``tensor`` up over the data ranks in place, and return it."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
+        """Add ``tensor`` up over the ranks that hold different tokens, in place, and return it."""
+        if self.loss.size() > 1:
+            dist.all_reduce(tensor, group=self.loss.get_group())
         return tensor
 
     def describe(self) -> str:
         """The mesh in words, for the log."""
-        return (
-            f"{self.world_size} ranks = dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} "
-            f"on {self.device.type}"
-        )
+        return f"{self.world_size} ranks: {self.degrees.equation()} on {self.device.type}"
 
     def close(self) -> None:
         """Leave the process group, after all ranks have come here."""

@@ -1,21 +1,24 @@
 import pytest
 
 from torchtitan.config import check_tree
+from torchtitan.parallel.degrees import Degrees, nearest_fitting
 from torchtitan.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "world", "expected"),
+    ("fields", "world", "expected"),
     [
-        (1, -1, 8, (1, 8)),
-        (2, -1, 8, (2, 4)),
-        (-1, 2, 8, (4, 2)),
-        (4, 2, 8, (4, 2)),
-        (1, -1, 1, (1, 1)),
+        ({}, 8, Degrees(dp_shard=8)),
+        ({"dp_replicate": 2}, 8, Degrees(dp_replicate=2, dp_shard=4)),
+        ({"dp_replicate": -1, "dp_shard": 2}, 8, Degrees(dp_replicate=4, dp_shard=2)),
+        ({"tp": 2, "pp": 2, "cp": 2}, 16, Degrees(pp=2, cp=2, tp=2, dp_shard=2)),
+        ({"tp": 8}, 8, Degrees(tp=8)),
+        ({"ep": 4}, 8, Degrees(dp_shard=8, ep=4)),
+        ({}, 1, Degrees()),
     ],
 )
-def test_degrees_are_inferred(replicate, shard, world, expected):
-    config = Mesh.Config(dp_replicate=replicate, dp_shard=shard)
+def test_degrees_are_inferred(fields, world, expected):
+    config = Mesh.Config(**fields)
     assert config.resolve(world) == expected
     assert check_tree(config, world) == []
 
@@ -27,19 +30,27 @@ def text(config, world):
 
 def test_a_product_that_is_not_the_world_size_shows_the_equation_and_what_fits():
     assert text(Mesh.Config(dp_replicate=2, dp_shard=3), 8) == (
-        "dp_shard=3: * dp_replicate=2 = 6 ranks, but the world size is 8; "
-        "set dp_shard=-1 to infer it, or (dp_replicate, dp_shard) to one of "
-        "[(1, 8), (2, 4), (4, 2), (8, 1)]"
+        "dp_shard=3: makes dp_replicate=2 * dp_shard=3 = 6 ranks, but the world size is 8; "
+        "set dp_replicate=2 * dp_shard=4; or dp_replicate=2 * dp_shard=2 * tp=2; or "
+        "dp_replicate=2 * dp_shard=2 * cp=2 (dp_shard=-1 infers it)"
     )
 
 
-def test_a_degree_that_does_not_divide():
-    assert "does not divide the 8 ranks; choose one of [1, 2, 4, 8]" in text(
-        Mesh.Config(dp_replicate=3), 8
+def test_nearest_meshes_change_few_axes():
+    found = list(nearest_fitting(Degrees(tp=3, dp_shard=2), 8))
+    assert found[0] == Degrees(tp=4, dp_shard=2)
+    assert all(d.world == 8 for d in found)
+
+
+def test_experts_borrow_ranks():
+    assert text(Mesh.Config(ep=3), 8) == (
+        "ep=3: does not divide the 8 ranks of dp_shard=8 * cp=1 * tp=1 that it borrows; "
+        "choose one of [1, 2, 4, 8]"
     )
 
 
 def test_degrees_that_are_none():
-    assert "is not a degree" in text(Mesh.Config(dp_shard=0), 2)
+    assert "is not a degree; set 1 or more, or -1 to infer it" in text(Mesh.Config(dp_shard=0), 2)
+    assert "is not a degree; set 1 or more" in text(Mesh.Config(tp=-1), 2)
     assert "cannot both be inferred" in text(Mesh.Config(dp_replicate=-1), 2)
     assert "is not positive" in text(Mesh.Config(timeout_s=0), 1)
