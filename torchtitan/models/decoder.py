@@ -1,8 +1,9 @@
 """The decoder-only transformer, built from swappable layers."""
 
-# Shapes: B batch, S sequence, D dim, Dh head dim.
+# Shapes: B batch, S sequence, D dim, Dh head dim. "/tp" = local to a TP rank.
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from torchtitan.models.layers.head import Head
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
+from torchtitan.models.layers.plan import SEQUENCE, Cut
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
+from torchtitan.parallel.degrees import Degrees, divisors
 
 
 class Decoder(Model):
@@ -64,6 +67,33 @@ class Decoder(Model):
                     "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
                 )
 
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_degrees`."""
+            del seq_len
+            tp = degrees.tp
+            sizes = {
+                **{f"attention.{key}": n for key, n in self.attention.divided_sizes().items()},
+                **{
+                    f"feed_forward.{key}": n for key, n in self.feed_forward.divided_sizes().items()
+                },
+            }
+            valid = divisors(math.gcd(*sizes.values()))
+            for path, size in sizes.items():
+                if size % tp:
+                    yield Problem(
+                        path,
+                        size,
+                        f"does not divide by parallelism.tp={tp}",
+                        f"set parallelism.tp to one of {valid}",
+                    )
+            if (tp - 1) * -(-self.vocab_size // tp) >= self.vocab_size:
+                yield Problem(
+                    "vocab_size",
+                    self.vocab_size,
+                    f"leaves some of the parallelism.tp={tp} ranks without an entry",
+                    "set a smaller parallelism.tp",
+                )
+
         def build(self) -> "Decoder":
             """Make the decoder."""
             return Decoder(self)
@@ -74,7 +104,9 @@ class Decoder(Model):
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
         self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
-        head_std = min(config.init_std, config.dim**-0.5)  # logits below 1: the loss starts near ln V
+        head_std = min(
+            config.init_std, config.dim**-0.5
+        )  # logits below 1: the loss starts near ln V
         self.head = config.head.build(
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )
@@ -85,7 +117,7 @@ class Decoder(Model):
     def forward(
         self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None
     ) -> Tensor:
-        """``(B, S) -> (B, S, D)`` hidden states, after the final norm.
+        """``(B, S) -> (B, S, D)`` hidden states, after the final norm; ``(B, S/tp, D)`` under sequence parallel.
 
         Args:
             tokens: ``(B, S)`` ids.
@@ -95,10 +127,14 @@ class Decoder(Model):
         """
         rope = self.rope(positions)  # 2 x (B, S, 1, Dh)
         mask = Mask(document_ids)
-        hidden_states = self.embedding(tokens)  # (B, S, D)
+        hidden_states = self.embedding(tokens)  # (B, S/tp, D)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, mask)
         return self.norm(hidden_states)
+
+    def parallel_plan(self) -> Mapping[str, Cut]:
+        """See `HasParallelPlan`; embedding, blocks and head have their own."""
+        return {"norm": SEQUENCE}
 
     def blocks(self) -> Sequence[nn.Module]:
         """See `Model.blocks`."""
@@ -143,8 +179,12 @@ class DecoderBlock(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """``(B, S, D) -> (B, S, D)``."""
+        """``(B, S/tp, D) -> (B, S/tp, D)``; tables and mask are those of the whole sequence."""
         hidden_states = hidden_states + self.attention(
             self.attention_norm(hidden_states), rope, mask
         )
         return hidden_states + self.feed_forward(self.feed_forward_norm(hidden_states))
+
+    def parallel_plan(self) -> Mapping[str, Cut]:
+        """See `HasParallelPlan`; attention and feed-forward have their own."""
+        return {"attention_norm": SEQUENCE, "feed_forward_norm": SEQUENCE}

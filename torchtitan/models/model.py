@@ -3,14 +3,15 @@
 # Shapes: B batch, S sequence, D dim.
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.head import Head
+from torchtitan.parallel.degrees import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class ParameterCounts:
 class Model(nn.Module, Configurable):
     """A model that says how it can be cut, and lets the library do the cutting.
 
-    ``forward`` takes the `batch_fields` of a batch and returns ``(B, S, D)`` hidden states, after the final norm.
+    ``forward`` takes the `batch_fields` of a batch and returns ``(B, S, D)`` hidden states, after the final norm
+    (under sequence parallel this rank's ``(B, S/tp, D)``, which the head takes as they are).
     Built on the meta device; `torchtitan.models.layers.init.init_weights` or a checkpoint fills it.
     """
 
@@ -47,6 +49,16 @@ class Model(nn.Module, Configurable):
 
         vocab_size: int
         """Rows of the embedding and of the head; at least the tokenizer's."""
+
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """Yield what keeps this model from being cut over ``degrees``; paths are from this node.
+
+            Args:
+                degrees: ranks along each axis.
+                seq_len: tokens in a row.
+            """
+            del degrees, seq_len
+            return iter(())
 
         @abstractmethod
         def build(self) -> "Model":

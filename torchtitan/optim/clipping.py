@@ -14,7 +14,8 @@ from torchtitan import torch_api
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Euclidean norm of all gradients together, in float32, the same on every rank.
 
-    Sums of squares are taken over local shards, then added over the mesh axes along which a gradient is sharded;
+    Sums of squares are taken over local shards (on a CPU in float64: its float32 kernel adds one by one and is off by
+    1e-4 for millions of elements), then added over the mesh axes along which a gradient is sharded;
     replicas count once.
 
     Returns:
@@ -37,12 +38,13 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             groups[None, ()].append(grad)
     total: Tensor | None = None
     for (mesh, sharded_axes), grads in groups.items():
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage] - one kernel for all
+        dtype = torch.float64 if grads[0].device.type == "cpu" else torch.float32
+        norms = torch._foreach_norm(grads, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage] - one kernel for all
         square = torch.stack(norms).square().sum()
         for axis in sharded_axes:
             dist.all_reduce(square, group=mesh.get_group(axis))  # pyright: ignore[reportAttributeAccessIssue] - a DeviceMesh
         total = square if total is None else total + square
-    return torch.zeros(()) if total is None else total.sqrt()
+    return torch.zeros(()) if total is None else total.sqrt().float()
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ class Mesh(Configurable):
                 "tp",
                 "pp",
                 "ep",
+                "sequence_parallel",
                 "reshard_after_forward",
                 "timeout_s",
             }
@@ -50,6 +51,9 @@ class Mesh(Configurable):
         """Pipeline parallel: groups of ranks that hold different blocks."""
         ep: int = 1
         """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
+        sequence_parallel: bool = True
+        """With tp above 1: keep the residual stream divided over the tp ranks along the sequence. Same traffic, activations
+        between the matmuls 1/tp as large."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
         for the memory of the whole model."""
@@ -111,6 +115,18 @@ class Mesh(Configurable):
                     f"does not divide the {lendable} ranks of dp_shard={degrees.dp_shard} * cp={degrees.cp} * "
                     f"tp={degrees.tp} that it borrows",
                     f"choose one of {divisors(lendable)}",
+                )
+
+        def check_seq_len(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem if rows of ``seq_len`` tokens cannot be divided over the ranks that share them."""
+            if self.sequence_parallel and degrees.tp > 1 and seq_len % (degrees.cp * degrees.tp):
+                valid = divisors(seq_len // degrees.cp) if seq_len % degrees.cp == 0 else []
+                yield Problem(
+                    "tp",
+                    degrees.tp,
+                    f"* cp={degrees.cp} does not divide training.seq_len={seq_len}, whose tokens sequence_parallel deals "
+                    "to these ranks",
+                    f"set tp to one of {valid}, another seq_len, or sequence_parallel=False",
                 )
 
         def build(self, device: torch.device) -> "Mesh":

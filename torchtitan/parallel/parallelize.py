@@ -9,12 +9,14 @@ from torchtitan.models.layers.init import init_weights
 from torchtitan.models.model import Model
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(
     config: Model.Config,
     mesh: Mesh,
     *,
+    sequence_parallel: bool,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,
@@ -24,12 +26,14 @@ def parallelize(
     Args:
         config: of the model.
         mesh: of the run.
+        sequence_parallel: see `Mesh.Config`.
         compute_dtype: type of matmuls and activations; parameters are kept in float32.
         reshard_after_forward: see `Mesh.Config`.
         seed: of the initial weights.
     """
     with torch.device("meta"):
         model = config.build()
+    apply_tensor_parallel(model, mesh.tp, sequence_parallel=sequence_parallel)
     apply_fsdp(
         model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward
     )

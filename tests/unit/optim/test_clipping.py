@@ -33,3 +33,9 @@ def test_clip_scales_down_only(max_norm, expected):
     params = parameters(torch.tensor([3.0]), torch.tensor([4.0]))
     clip_gradients(params, global_grad_norm(params), max_norm)
     assert global_grad_norm(params).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_norm_of_millions_of_elements_keeps_its_digits():
+    grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
+    exact = grad.double().norm().item()
+    assert global_grad_norm(parameters(grad)).item() == pytest.approx(exact, rel=1e-6)

@@ -2,7 +2,7 @@
 
 # Shapes: B batch, S sequence, D dim, H query heads, K kv heads, Dh head dim. "/tp" = local to a TP rank.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.plan import COLWISE, ROWWISE, WHOLE_INPUT, Cut
 from torchtitan.models.layers.rope import apply_rope
 
 
@@ -116,6 +117,11 @@ class GQA(nn.Module, Configurable):
             """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
             return GQA(self, dim=dim, init_std=init_std, residual_std=residual_std)
 
+        def divided_sizes(self) -> dict[str, int]:
+            """Sizes by field that tensor parallelism divides: whole heads go to a rank."""
+            n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+            return {"n_heads": self.n_heads, "n_kv_heads": n_kv_heads}
+
         def resolved_head_dim(self, dim: int) -> int:
             """Features of a head in a model of width ``dim``."""
             return self.head_dim if self.head_dim is not None else dim // self.n_heads
@@ -140,6 +146,16 @@ class GQA(nn.Module, Configurable):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
         return self.out_proj(out.flatten(2))  # (B, S, D)
+
+    def parallel_plan(self) -> Mapping[str, Cut]:
+        """See `HasParallelPlan`: each rank has whole heads, and the whole sequence."""
+        return {
+            "": WHOLE_INPUT,
+            "q_proj": COLWISE,
+            "k_proj": COLWISE,
+            "v_proj": COLWISE,
+            "out_proj": ROWWISE,
+        }
 
     def score_flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Forward and backward FLOPs of the scores and their sum over values, per token.

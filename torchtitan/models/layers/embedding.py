@@ -2,9 +2,14 @@
 
 # Shapes: B batch, S sequence, V vocabulary, D dim.
 
-from torch import nn
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from torchtitan.models.layers.init import Initializer
+from torchtitan.models.layers.plan import VOCABULARY_IN, Cut
+from torchtitan.ops.vocabulary import VocabularyShard
 
 
 class Embedding(nn.Embedding):
@@ -18,8 +23,20 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, dim: int, *, init_std: float) -> None:
         super().__init__(vocab_size, dim)
-        self.weight: nn.Parameter
+        self.weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride] - a tied head needs one
         self.init_std = init_std
+        self.vocabulary: VocabularyShard | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(B, S) -> (B, S, D)``; of a divided vocabulary the summand: zeros where the entry is on another rank."""
+        if self.vocabulary is None:
+            return super().forward(input)
+        rows, here = self.vocabulary.localize(input)
+        return F.embedding(rows, self.weight).masked_fill(~here[..., None], 0)
+
+    def parallel_plan(self) -> Mapping[str, Cut]:
+        """See `HasParallelPlan`: each rank has a part of the vocabulary."""
+        return {"": VOCABULARY_IN}
 
     def reset_parameters(self) -> None:
         """Do nothing: `torchtitan.models.layers.init.init_weights` fills the weights, by name."""

@@ -2,7 +2,7 @@
 
 # Shapes: B batch, S sequence, D dim, F feed-forward dim. "/tp" = local to a TP rank.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
+from torchtitan.models.layers.plan import COLWISE, ROWWISE, WHOLE_INPUT, Cut
 
 
 class SwiGLU(nn.Module, Configurable):
@@ -29,6 +30,10 @@ class SwiGLU(nn.Module, Configurable):
                     "ffn_dim", self.ffn_dim, "is not positive", "set a width such as 8*dim/3"
                 )
 
+        def divided_sizes(self) -> dict[str, int]:
+            """Sizes by field that tensor parallelism divides."""
+            return {"ffn_dim": self.ffn_dim}
+
         def build(self, *, dim: int, init_std: float, residual_std: float) -> "SwiGLU":
             """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
             return SwiGLU(self, dim=dim, init_std=init_std, residual_std=residual_std)
@@ -43,3 +48,12 @@ class SwiGLU(nn.Module, Configurable):
         """``(B, S, D) -> (B, S, D)``."""
         gated = F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)  # (B, S, F/tp)
         return self.down_proj(gated)  # (B, S, D)
+
+    def parallel_plan(self) -> Mapping[str, Cut]:
+        """See `HasParallelPlan`: each rank has a part of the hidden layer."""
+        return {
+            "": WHOLE_INPUT,
+            "gate_proj": COLWISE,
+            "up_proj": COLWISE,
+            "down_proj": ROWWISE,
+        }

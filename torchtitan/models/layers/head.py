@@ -2,7 +2,7 @@
 
 # Shapes: B batch, S sequence, D dim, V vocabulary.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.init import Initializer
+from torchtitan.models.layers.plan import VOCABULARY_OUT, Cut
 from torchtitan.ops.linear_cross_entropy import linear_cross_entropy
+from torchtitan.ops.vocabulary import VocabularyShard
 
 
 class Head(nn.Module, Configurable):
@@ -44,6 +46,7 @@ class Head(nn.Module, Configurable):
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.chunk_tokens = config.chunk_tokens
+        self.vocabulary: VocabularyShard | None = None
 
     def forward(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Sum of the cross-entropy over the labels that count: ``(B, S, D), (B, S) -> ()`` in float32."""
@@ -52,7 +55,12 @@ class Head(nn.Module, Configurable):
             self.weight,
             labels.flatten(),
             chunk_tokens=self.chunk_tokens,
+            vocabulary=self.vocabulary,
         )
+
+    def parallel_plan(self) -> Mapping[str, Cut]:
+        """See `HasParallelPlan`: each rank has a part of the vocabulary, and computes its logits only."""
+        return {"": VOCABULARY_OUT}
 
     def initializers(self) -> dict[str, Initializer]:
         """See `HasInitializers`."""

@@ -121,7 +121,12 @@ def _held_indices(parameter: Tensor) -> list[Tensor]:
     for dim, size in enumerate(parameter.shape):
         index = torch.arange(size, device=parameter.device)
         shape = [size if d == dim else 1 for d in range(parameter.ndim)]
-        placements = [p if p.is_shard(dim) else torch_api.Replicate() for p in parameter.placements]
+        placements = [
+            p
+            if getattr(p, "dim", None) == dim
+            else torch_api.Replicate()  # is_shard() denies strided shards
+            for p in parameter.placements
+        ]
         spread = torch_api.distribute_tensor(
             index.view(shape), parameter.device_mesh, placements, src_data_rank=None
         )

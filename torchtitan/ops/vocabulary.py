@@ -1,0 +1,48 @@
+"""A vocabulary that is divided over ranks: which entries are here, and sums over all of them."""
+
+# Shapes: "..." any dimensions; V vocabulary.
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.ops.collectives import all_reduce
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """This rank's entries, ``start`` to ``start + size``.
+
+    Attributes:
+        group: the ranks that together have the vocabulary.
+        start: first entry.
+        size: number of entries; it may differ between ranks.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    size: int
+
+    def localize(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``(...) -> 2 x (...)``: rows here (0 where the entry is elsewhere), and whether the entry is here."""
+        local = ids - self.start
+        here = (local >= 0) & (local < self.size)
+        return local.where(here, 0), here
+
+    def reduce(self, log_norm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine the ranks' parts of a softmax over the vocabulary: ``2 x (...) -> 2 x (...)``, in two all-reduces.
+
+        Args:
+            log_norm: logarithm of the sum of this rank's exponentials, float32.
+            target: the target's logit where it is here, 0 elsewhere.
+
+        Returns:
+            Both over the whole vocabulary.
+        """
+        largest = all_reduce(log_norm, self.group, op="max")
+        parts = log_norm.new_empty((2, *log_norm.shape))
+        parts[0] = (log_norm - largest).exp()
+        parts[1] = target
+        sums = all_reduce(parts, self.group)
+        return largest + sums[0].log(), sums[1]
