@@ -1,11 +1,29 @@
 """Tensor, sequence and loss parallel compute what one process computes."""
 
+import copy
+import random
+import shutil
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from tests.tiny import full, rows, tiny, tiny_model, weights
+from tests.tiny import full, rows, tiny, tiny_model, train, weights
+from torchtitan import torch_api
+from torchtitan.batch import IGNORE_INDEX
 from torchtitan.models.layers.attention import GQA
+from torchtitan.models.layers.plan import COLWISE, HEADS, ROWWISE, SEQUENCE, WHOLE_INPUT
+from torchtitan.ops import collectives
+from torchtitan.ops.linear_cross_entropy import linear_cross_entropy
+from torchtitan.ops.vocabulary import VocabularyShard
 from torchtitan.optim.clipping import global_grad_norm
+from torchtitan.parallel import tensor
+from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
 def model_of(**changes):
@@ -65,3 +83,283 @@ def test_mesh_gives_the_same_gradients(
         gradients, tp * shard, tmp_path, tp, shard, sequence_parallel, micro_batch_rows, model
     ):
         assert_same(result, expected)
+
+
+FAULTS = {
+    "gradients of norms are not added up": (True, tensor._CutModule, "_sees_a_part", False),
+    "gradients of gathered inputs are not added up": (
+        True,
+        collectives,
+        "reduce_scatter",
+        lambda x, dim, group: x.chunk(group.size(), dim)[group.rank()],
+    ),
+    "gradients of whole inputs are not added up": (
+        False,
+        collectives._CopyToAll,
+        "backward",
+        staticmethod(lambda ctx, grad: (grad, None)),
+    ),
+    "softmax over own entries": (True, VocabularyShard, "reduce", lambda self, *parts: parts),
+    "whole gradients of norms are added up": (
+        False,
+        tensor._CutModule,
+        "_sees_a_part",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_notices_a_fault(ranks, tmp_path, alone, fault):
+    model, expected = alone
+    for result in ranks(gradients_with_a_fault, 2, tmp_path, fault, model):
+        with pytest.raises(AssertionError):
+            assert_same(result, expected)
+
+
+def gradients_with_a_fault(folder, fault, model):
+    sequence_parallel, owner, name, broken = FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        return gradients(folder, 2, 1, sequence_parallel, None, model)
+
+
+def losses_of_a_run(folder, steps, tp, shard, sequence_parallel=True):
+    config = tiny(folder, steps=steps, micro_batch_rows=2)
+    config.model = model_of(tied=True)
+    config.parallelism.tp, config.parallelism.dp_shard = tp, shard
+    config.parallelism.sequence_parallel = sequence_parallel
+    return train(config)[0]
+
+
+@pytest.fixture(scope="module")
+def losses_alone(rank_pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("losses")
+    return rank_pool.run(losses_of_a_run, 1, folder, 6, 1, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("tp", "shard", "sequence_parallel"), [(2, 1, False), (4, 1, True), (2, 2, True)]
+)
+def test_whole_runs_have_the_same_losses(
+    ranks, tmp_path, losses_alone, tp, shard, sequence_parallel
+):
+    for losses in ranks(losses_of_a_run, tp * shard, tmp_path, 6, tp, shard, sequence_parallel):
+        assert losses == pytest.approx(losses_alone, rel=1e-5)
+
+
+def test_a_checkpoint_moves_between_tensor_parallel_and_other_meshes(ranks, tmp_path, losses_alone):
+    ranks(losses_of_a_run, 2, tmp_path / "saved", 3, 2, 1)
+    next_losses = []
+    for i, (tp, shard) in enumerate([(1, 2), (1, 1), (2, 2)]):
+        shutil.copytree(tmp_path / "saved", tmp_path / f"{i}")
+        after = ranks(losses_of_a_run, tp * shard, tmp_path / f"{i}", 6, tp, shard)
+        for losses in after:
+            assert losses == pytest.approx(losses_alone[3:], rel=1e-5)
+        next_losses.append(after[0][0])
+    assert next_losses == pytest.approx([next_losses[0]] * 3, rel=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that this rank held in one tensor, and its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel, self.shape = 0, ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                held = leaf._local_tensor if isinstance(leaf, torch_api.DTensor) else leaf
+                if held.numel() > self.numel:
+                    self.numel, self.shape = held.numel(), tuple(held.shape)
+        return out
+
+
+CHUNK = 64
+
+
+def largest_tensor(folder, tp):
+    config = tiny(folder)
+    config.model = model_of()
+    config.model.head.chunk_tokens = CHUNK
+    config.parallelism.tp = tp
+    trainer = config.build()
+    engine = trainer.models["policy"].engine
+    batch = rows(2, 256, config.model.vocab_size)
+    totals = engine.totals([batch])
+    with LargestTensor() as largest:
+        engine.forward_backward([batch], totals)
+    return largest.numel, largest.shape
+
+
+def test_no_rank_ever_holds_logits_of_the_whole_vocabulary(ranks, tmp_path):
+    (alone,) = ranks(largest_tensor, 1, tmp_path, 1)
+    assert alone == (CHUNK * 4099, (CHUNK, 4099))  # the measure sees the logits
+    first, second = ranks(largest_tensor, 2, tmp_path, 2)
+    assert first == (CHUNK * 2050, (CHUNK, 2050))
+    assert second[0] <= CHUNK * 2050
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that this rank receives by functional collectives, by kind."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.bytes = ranks, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
+            kind = func.__name__.partition(".")[0]
+            parts = {"all_gather_into_tensor": 1 / self.ranks, "all_reduce": 2 / self.ranks}
+            received = (self.ranks - 1) * out.nbytes * parts.get(kind, 1)
+            self.bytes[kind] = self.bytes.get(kind, 0) + received
+        return out
+
+
+def traffic(folder, sequence_parallel):
+    config = tiny(folder)
+    config.model = model_of()
+    config.parallelism.tp = dist.get_world_size()
+    config.parallelism.sequence_parallel = sequence_parallel
+    trainer = config.build()
+    engine = trainer.models["policy"].engine
+    batch = rows(2, 32, config.model.vocab_size)
+    totals = engine.totals([batch])
+    with Traffic(dist.get_world_size()) as measured:
+        engine.forward_backward([batch], totals)
+    return measured.bytes
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_traffic_is_that_of_the_formula(ranks, tmp_path, tp):
+    """docs/parallelism/tensor.md: 8 T D b (tp-1)/tp a layer, 4 for the edges, the loss 3 floats a token."""
+    layers, tokens, dim, b = 2, 2 * 32, 32, 4
+    unit = tokens * dim * b * (tp - 1) / tp
+    loss = 2 * 3 * tokens * 4 * (tp - 1) / tp
+    norms = 2 * (2 * layers + 1) * dim * 4 * (tp - 1) / tp
+    for found in ranks(traffic, tp, tmp_path / "sequence", True):
+        assert found == {
+            "all_gather_into_tensor": (4 * layers + 2) * unit,
+            "reduce_scatter_tensor": (4 * layers + 2) * unit,
+            "all_reduce": loss + norms,
+        }
+    for found in ranks(traffic, tp, tmp_path / "whole", False):
+        assert found == {"all_reduce": (8 * layers + 4) * unit + loss}
+
+
+def cross_entropies(cases, seed):
+    """Compare ``cases`` random problems on this rank's part of the vocabulary with the dense computation."""
+    draw, rank, world = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    for case in range(cases):
+        tokens, dim, chunk = draw.randint(0, 30), draw.randint(1, 9), draw.randint(1, 40)
+        vocab, masked = draw.randint(world, 23), draw.choice([0.0, 0.3, 1.0])
+        scale = draw.choice(
+            [1.0, 30.0]
+        )  # at 30 some exponentials overflow if the maximum is left in
+        g = torch.Generator().manual_seed(case)
+        hidden = (scale * torch.randn(tokens, dim, generator=g)).requires_grad_()
+        weight = torch.randn(vocab, dim, generator=g).requires_grad_()
+        labels = torch.randint(vocab, (tokens,), generator=g)
+        labels[torch.rand(tokens, generator=g) < masked] = IGNORE_INDEX
+        bounds = sorted([0, vocab, *draw.sample(range(1, vocab), world - 1)])  # uneven at will
+        start, size = bounds[rank], bounds[rank + 1] - bounds[rank]
+        mine = weight.detach()[start : start + size].clone().requires_grad_()
+        shard = VocabularyShard(dist.group.WORLD, start, size)
+        loss = linear_cross_entropy(hidden, mine, labels, chunk_tokens=chunk, vocabulary=shard)
+        dense = F.cross_entropy(
+            hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        torch.testing.assert_close(loss, dense, rtol=1e-5, atol=1e-5)
+        grad_hidden, grad_mine = torch.autograd.grad(0.5 * loss, (hidden, mine))
+        dist.all_reduce(grad_hidden)
+        want_hidden, want_weight = torch.autograd.grad(0.5 * dense, (hidden, weight))
+        torch.testing.assert_close(grad_hidden, want_hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            grad_mine, want_weight[start : start + size], rtol=1e-5, atol=1e-4
+        )
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_cross_entropy_of_a_divided_vocabulary_equals_the_dense_one(ranks, world_size):
+    assert all(ranks(cross_entropies, world_size, 40, 1))
+
+
+class Layer(nn.Module):
+    """One of each cut, with biases: what no model here has yet must be right too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.inner = Inner()
+        self.last = nn.RMSNorm(8)
+
+    def forward(self, hidden_states):
+        return self.last(hidden_states + self.inner(self.norm(hidden_states)))
+
+    def parallel_plan(self):
+        return {"norm": SEQUENCE, "last": SEQUENCE}
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.RMSNorm(4)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, hidden_states):
+        heads = self.up(hidden_states).unflatten(-1, (-1, 4))
+        return self.down(self.norm(heads).flatten(2).tanh())
+
+    def parallel_plan(self):
+        return {"": WHOLE_INPUT, "up": COLWISE, "norm": HEADS, "down": ROWWISE}
+
+
+def layer_gradients(how, sequence_parallel):
+    """Relative difference of each gradient of a cut `Layer` from that of a whole one; and of the output."""
+    torch.manual_seed(0)
+    whole = Layer()
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    cut = copy.deepcopy(whole)
+    mesh = torch_api.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    apply_tensor_parallel(cut, mesh, sequence_parallel=sequence_parallel)
+    stream = torch.randn(2, 6, 8)
+    weight = torch.randn(2, 6, 8)
+    part = [
+        t.chunk(mesh.size(), 1)[mesh.get_rank()] if sequence_parallel else t
+        for t in (stream, weight)
+    ]
+    wanted = whole(stream.requires_grad_())
+    (wanted * weight).sum().backward()
+    if how == "compiled":
+        cut.compile(fullgraph=True)
+    mine = part[0].detach().requires_grad_()
+    out = checkpoint(cut, mine, use_reentrant=False) if how == "recomputed" else cut(mine)
+    (out * part[1]).sum().backward()
+    pairs = {
+        name: (full(p.grad), want.grad)
+        for (name, p), want in zip(cut.named_parameters(), whole.parameters(), strict=True)
+    }
+    pairs["input"] = (mine.grad, stream.grad)
+    pairs["output"] = (out, wanted)
+    if sequence_parallel:
+        for name in ("input", "output"):
+            shard = pairs[name][1].chunk(mesh.size(), 1)[mesh.get_rank()]
+            pairs[name] = (pairs[name][0], shard)
+    assert all(isinstance(p, torch_api.DTensor) for p in cut.parameters())
+    return {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize(
+    "how", ["plain", "recomputed", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_every_cut_is_exact(ranks, how, sequence_parallel):
+    for differences in ranks(layer_gradients, 2, how, sequence_parallel, timeout_s=300):
+        assert len(differences) == 9
+        assert max(differences.values()) < 1e-5, differences
