@@ -211,10 +211,11 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            kind = func.__name__.partition(".")[0]
-            parts = {"all_gather_into_tensor": 1 / self.ranks, "all_reduce": 2 / self.ranks}
-            received = (self.ranks - 1) * out.nbytes * parts.get(kind, 1)
+        kind = func.__name__.partition(".")[0]
+        outputs = {"all_gather_into_tensor": 1 / self.ranks, "all_reduce": 2 / self.ranks}
+        outputs["reduce_scatter_tensor"] = 1.0
+        if func.namespace == "_c10d_functional" and kind in outputs:
+            received = (self.ranks - 1) * outputs[kind] * out.nbytes
             self.bytes[kind] = self.bytes.get(kind, 0) + received
         return out
 
@@ -276,10 +277,11 @@ def cross_entropies(cases, seed):
         grad_hidden, grad_mine = torch.autograd.grad(0.5 * loss, (hidden, mine))
         dist.all_reduce(grad_hidden)
         want_hidden, want_weight = torch.autograd.grad(0.5 * dense, (hidden, weight))
-        torch.testing.assert_close(grad_hidden, want_hidden, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            grad_mine, want_weight[start : start + size], rtol=1e-5, atol=1e-4
-        )
+        want_mine = want_weight[start : start + size]
+        # Logits of 300 carry 2e-5 in float32, and so do their exponentials, in the dense computation too.
+        limit = 1e-5 if scale == 1 else 1e-3
+        for got, want in ((grad_hidden, want_hidden), (grad_mine, want_mine)):
+            assert (got - want).norm() <= limit * want.norm() + 1e-6
     return True
 
 
