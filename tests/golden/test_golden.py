@@ -17,11 +17,11 @@ def test_losses_are_the_stored_ones(ranks, record_property):
     ((losses, here),) = ranks(run_in_a_rank, 1, STEPS, timeout_s=600)
     if here == stored["environment"]:
         record_property("compared", "all losses, bit for bit")
-        print("golden: same environment, all losses compared bit for bit")  # noqa: T201
+        print("golden: same environment, all losses compared bit for bit")
         assert losses == stored["losses"]
     else:
         record_property("compared", f"first 20 losses to 1e-4: {here} != {stored['environment']}")
-        print(f"golden: {here} is not {stored['environment']}, 20 losses compared to 1e-4")  # noqa: T201
+        print(f"golden: {here} is not {stored['environment']}, 20 losses compared to 1e-4")
         assert losses[:20] == pytest.approx(stored["losses"][:20], rel=1e-4)
 
 

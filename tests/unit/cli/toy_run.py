@@ -6,12 +6,12 @@ torch, which takes seconds to import, is only loaded for the last.
 import importlib
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from torchtitan.cli.output import complain, say
 from torchtitan.config import Configurable
 from torchtitan.environment import rank, world_size
 from torchtitan.errors import DataError, NumericsError, Preempted
@@ -49,8 +49,8 @@ class Run(Configurable):
                 raise RuntimeError("[a/pair.cc:5] Timed out waiting 2000ms for recv")
             case "work" | "kill" if world_size() > 1:
                 self.add_up()
-        print(f"rank {rank()} of {world_size()} in {self.config.folder}")
-        print(f"threads {os.environ.get('OMP_NUM_THREADS')}", file=sys.stderr)
+        say(f"rank {rank()} of {world_size()} in {self.config.folder}")
+        complain(f"threads {os.environ.get('OMP_NUM_THREADS')}")
 
     def add_up(self) -> None:
         torch = importlib.import_module("torch")
@@ -58,7 +58,7 @@ class Run(Configurable):
         torch.distributed.init_process_group("gloo", timeout=timeout)
         numbers = torch.ones(1)
         torch.distributed.all_reduce(numbers)
-        print(f"sum {numbers.item():.0f}")
+        say(f"sum {numbers.item():.0f}")
         torch.distributed.destroy_process_group()
 
     def act(self) -> None:
@@ -85,11 +85,11 @@ class Run(Configurable):
             raise Preempted(f"saved step 5 after {signal.Signals(number).name}")
 
         signal.signal(signal.SIGTERM, stop)
-        print(f"ready {os.getpid()}", flush=True)
+        say(f"ready {os.getpid()}")
         time.sleep(600)
 
     def close(self) -> None:
-        print(f"closed {rank()}")
+        say(f"closed {rank()}")
         if self.config.act == "close":
             raise DataError("closing failed")
 
