@@ -26,12 +26,12 @@ def llama3_debugmodel() -> Trainer.Config:
     return Trainer.Config(
         model=llama3("debug"),
         data=Loader.Config(sources=[Embedded.Config()]),
-        optimizer=AdamW.Config(lr=2e-3),
+        optimizer=AdamW.Config(lr=3e-3),
         # Its own length, so that a finished run can be continued with more steps: they run at the minimum.
-        schedule=Schedule.Config(steps=200, warmup_steps=20, decay_steps=100, min_factor=0.1),
-        training=Training.Config(steps=200, seq_len=256, global_batch_rows=8),
+        schedule=Schedule.Config(steps=280, warmup_steps=20, decay_steps=180, min_factor=0.1),
+        training=Training.Config(steps=280, seq_len=128, global_batch_rows=16),
         validation=Validation.Config(
-            every_n_steps=50,
+            every_n_steps=70,
             data=Loader.Config(
                 sources=[Embedded.Config(split="validation")], shuffle=False, n_workers=0
             ),
