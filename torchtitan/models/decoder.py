@@ -74,7 +74,9 @@ class Decoder(Model):
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
         self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
-        head_std = min(config.init_std, config.dim**-0.5)  # logits below 1: the loss starts near ln V
+        head_std = min(
+            config.init_std, config.dim**-0.5
+        )  # logits below 1: the loss starts near ln V
         self.head = config.head.build(
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )
