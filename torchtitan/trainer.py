@@ -19,7 +19,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import ConfigError, NumericsError, Preempted
+from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
 from torchtitan.models.model import Model
 from torchtitan.objectives.next_token import NextToken
@@ -28,6 +28,8 @@ from torchtitan.optim.optimizer import AdamW, Optimizer
 from torchtitan.optim.schedule import Schedule
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
+from torchtitan.secrets import masked
+from torchtitan.training.allocator import keep_freed_memory
 from torchtitan.training.engine import Engine
 from torchtitan.training.feed import Feed
 from torchtitan.training.guard import Guard
@@ -123,11 +125,15 @@ class Trainer(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config = config.resolved()
+        self.saved_config = masked(to_dict(config))
+        """The config as it is written to files: without secrets."""
         training = config.training
         self.folder = Path(config.folder)
         self.step = 0
         """Optimizer steps done."""
         self.device = pick_device(training.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.mesh = config.parallelism.build(self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_everything(training.seed, self.mesh.rank)
@@ -152,6 +158,8 @@ class Trainer(Configurable):
         )
         self.guard = Guard(self.device, self.mesh.world_size)
         self.stop = StopRequest()
+        self._together = True
+        """Whether all ranks are at the same place; not so after an error of one of them."""
 
     def train(self) -> None:
         """Train to ``training.steps``.
@@ -162,7 +170,7 @@ class Trainer(Configurable):
             DataError: a rank ran out of readable data.
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
-        with self.stop, _controlled_gc(), self._naming_last_checkpoint():
+        with self.stop, _controlled_gc(), self._explaining_errors():
             for fed in feed.steps(self.config.training.steps - self.step):
                 step = self.train_step(fed.microbatches)
                 self.loader_state = fed.loader_state
@@ -219,7 +227,7 @@ class Trainer(Configurable):
             rank_tensors=rng_state(self.device),
             state={
                 "step": self.step,
-                "config": to_dict(self.config),
+                "config": self.saved_config,
                 "loader": Loader.merge_states([state for state in states if state is not None]),
             },
         )
@@ -231,7 +239,7 @@ class Trainer(Configurable):
         if self.validation:
             self.validation.close()
         self.checkpointer.close()
-        self.mesh.close()
+        self.mesh.close(together=self._together)
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
@@ -300,7 +308,7 @@ class Trainer(Configurable):
         if path is not None:
             state = self.checkpointer.read_state(path)
             check_same_mathematics(
-                state["config"], self.config, self.config.checkpoint.allow_changes
+                state["config"], self.saved_config, self.config.checkpoint.allow_changes
             )
             generators = rng_state(self.device)
             self.checkpointer.load(path, self._tensors(), generators)
@@ -310,7 +318,7 @@ class Trainer(Configurable):
             log.info("resumed from %s at step %d", path, self.step)
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(to_dict(self.config), indent=2)
+            text = json.dumps(self.saved_config, indent=2)
             (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def _run_info(self) -> RunInfo:
@@ -330,7 +338,7 @@ class Trainer(Configurable):
         )
         return RunInfo(
             recipe=self.folder.name,
-            config=to_dict(self.config),
+            config=self.saved_config,
             total_steps=training.steps,
             tokens_per_step_global=tokens_per_step,
             flops_per_token=model.flops_per_token(training.seq_len),
@@ -344,12 +352,18 @@ class Trainer(Configurable):
         )
 
     @contextlib.contextmanager
-    def _naming_last_checkpoint(self) -> Iterator[None]:
+    def _explaining_errors(self) -> Iterator[None]:
+        """Name the newest checkpoint, and know which errors all ranks raise at the same step."""
         try:
             yield
+        except (DataError, Preempted):
+            raise
         except NumericsError as error:
             newest = self.checkpointer.latest()
             raise NumericsError(f"{error} (newest checkpoint: {newest or 'none'})") from None
+        except BaseException:
+            self._together = False
+            raise
 
 
 @contextlib.contextmanager

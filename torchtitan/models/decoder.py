@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -81,7 +82,7 @@ class Decoder(Model):
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )
         if config.tied:
-            self.head.weight = self.embedding.weight
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
         self.rope = config.rope.build(config.attention.resolved_head_dim(config.dim))
 
     def forward(

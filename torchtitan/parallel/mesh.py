@@ -166,9 +166,14 @@ class Mesh(Configurable):
         """The mesh in words, for the log."""
         return f"{self.world_size} ranks: {self.degrees.equation()} on {self.device.type}"
 
-    def close(self) -> None:
-        """Leave the process group, after all ranks have come here."""
-        if self.owns_process_group and dist.is_initialized():
+    def close(self, *, together: bool) -> None:
+        """Leave the process group.
+
+        Args:
+            together: all ranks come here, so they may wait for each other. False after an error of this rank alone:
+                the others hang in a collective, and it is for the launcher to end them.
+        """
+        if self.owns_process_group and together and dist.is_initialized():
             if self.world_size > 1:
                 dist.barrier(self.control)  # gloo may abort the slower rank otherwise
             dist.destroy_process_group()
