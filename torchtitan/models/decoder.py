@@ -17,6 +17,7 @@ from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
+from torchtitan.parallel.degrees import Degrees
 
 
 class Decoder(Model):
@@ -64,6 +65,14 @@ class Decoder(Model):
                     "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
                 )
 
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_degrees`."""
+            del seq_len
+            for problem in self.attention.check_dealt(degrees.tp, degrees.ulysses):
+                yield Problem(
+                    f"attention.{problem.path}", problem.value, problem.reason, problem.remedy
+                )
+
         def build(self) -> "Decoder":
             """Make the decoder."""
             return Decoder(self)
@@ -74,7 +83,9 @@ class Decoder(Model):
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
         self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
-        head_std = min(config.init_std, config.dim**-0.5)  # logits below 1: the loss starts near ln V
+        head_std = min(
+            config.init_std, config.dim**-0.5
+        )  # logits below 1: the loss starts near ln V
         self.head = config.head.build(
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )

@@ -100,4 +100,4 @@ class Validation(Configurable):
         with closing(self._open_loader(self.config.data)) as loader:
             for _ in range(self.config.steps):
                 batch = loader.next().batch
-                yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh.device)
+                yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh)

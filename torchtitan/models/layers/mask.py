@@ -2,10 +2,14 @@
 
 # Shapes: B batch, S sequence.
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Mask:
@@ -28,12 +32,19 @@ class Mask:
         self.causal = causal
         self.window = window
         self._windowed: dict[int | None, Mask] = {window: self}
+        self._derived: dict[str, Any] = {}
 
     def windowed(self, window: int | None) -> "Mask":
         """The same mask with another window."""
         if window not in self._windowed:
             self._windowed[window] = Mask(self.document_ids, causal=self.causal, window=window)
         return self._windowed[window]
+
+    def derived(self, name: str, make: Callable[[], T]) -> T:
+        """What a backend makes of this mask, made once for all layers of a forward and kept under ``name``."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        return self._derived[name]
 
     @cached_property
     def document_lengths(self) -> list[int] | None:
