@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.distributed import all_gather_single as all_gather_single
     from torch.distributed import reduce_scatter_single as reduce_scatter_single
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.distributed_c10d import (
+        _resolve_process_group as resolve_process_group,  # pyright: ignore[reportPrivateImportUsage] - no public one
+    )
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -36,6 +39,7 @@ _HOME = {
     "Shard": "torch.distributed.tensor:Shard",
     "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
     "reduce_scatter_single": "torch.distributed:reduce_scatter_single",
+    "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
 }
 _BEFORE = {  # names of torch 2.11 and 2.12
     "all_gather_single": "all_gather_into_tensor",
@@ -59,6 +63,7 @@ __all__ = [
     "init_device_mesh",
     "reduce_scatter_single",
     "rendezvous",
+    "resolve_process_group",
 ]
 
 

@@ -8,6 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from torchtitan.ops.attention_block import Band
 
 TILE = 512
@@ -83,6 +86,41 @@ def pieces(
         groups = [slice(None)] if together else [slice(r, r + 1) for r in rows]
         found += [Piece(rows, queries, keys, band) for rows in groups]
     return found
+
+
+def encode(plan: Sequence[Sequence[Piece]]) -> Tensor:
+    """The pieces of each source as numbers, ``(n_pieces, 11)`` int64 on the CPU: what an operator can be passed."""
+    numbers = [
+        (
+            source,
+            *(-1 if end is None else end for end in (piece.rows.start, piece.rows.stop)),
+            *(piece.q.start, piece.q.stop, piece.k.start, piece.k.stop),
+            *_encode_band(piece.band),
+        )
+        for source, found in enumerate(plan)
+        for piece in found
+    ]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 11)
+
+
+def decode(numbers: Tensor, n_sources: int) -> list[list[Piece]]:
+    """The inverse of `encode`."""
+    plan: list[list[Piece]] = [[] for _ in range(n_sources)]
+    for source, row, row_stop, q, q_stop, k, k_stop, *band in numbers.tolist():
+        rows = slice(None) if row == -1 else slice(row, row_stop)
+        plan[source].append(Piece(rows, slice(q, q_stop), slice(k, k_stop), _decode_band(band)))
+    return plan
+
+
+def _encode_band(band: Band | None) -> tuple[int, int, int, int]:
+    if band is None:
+        return 0, 0, 0, 0
+    return 1, band.offset, int(band.causal), band.window or 0
+
+
+def _decode_band(numbers: list[int]) -> Band | None:
+    there, offset, causal, window = numbers
+    return Band(offset, bool(causal), window or None) if there else None
 
 
 def _held(part: range, span: Span) -> range:

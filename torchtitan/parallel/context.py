@@ -8,7 +8,7 @@ changes at the edges of a part.
 # Shapes: B batch rows, S tokens of a row, H query heads, K kv heads, Dh head dim; "/cp" = this rank's part.
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,14 +21,8 @@ from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.attention import InnerAttention
 from torchtitan.models.layers.mask import Mask
 from torchtitan.ops.all_to_all import heads_to_tokens, tokens_to_heads
-from torchtitan.ops.attention_pieces import Piece, Span, pieces
-from torchtitan.ops.context_attention import (
-    Exchange,
-    Gather,
-    Ring,
-    context_attention,
-    gather_tokens,
-)
+from torchtitan.ops.attention_pieces import Span, encode, pieces
+from torchtitan.ops.context_attention import context_attention, gather_tokens
 from torchtitan.parallel.degrees import divisors
 
 if TYPE_CHECKING:
@@ -172,21 +166,27 @@ class Blockwise(ContextAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``(B, S/cp, H, Dh), (B, S/cp, K, Dh), (B, S/cp, K, Dv) -> (B, S/cp, H, Dv)``."""
-        plan = mask.derived("context_plan", lambda: self._plan(mask, q.shape[1], q.device))
-        return context_attention(q, k, v, plan.exchange, plan.pieces)
+        self.prepare(mask, q.shape[1], q.device)
+        plan, order = mask.derived["context_plan"]
+        return context_attention(q, k, v, plan, order, self.group)
 
-    def _plan(self, mask: Mask, local_len: int, device: torch.device) -> "_Plan":
-        layout, seq_len = self.layout, local_len * self.layout.cp
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """See `InnerAttention.prepare`."""
+        if "context_plan" not in mask.derived:
+            mask.derived["context_plan"] = self._plan(mask, seq_len * self.layout.cp, device)
+
+    def _plan(self, mask: Mask, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """What `context_attention` takes besides q, k and v."""
+        layout = self.layout
         order = layout.order(seq_len).to(device)
         documents = _documents(mask, self.group, order)
         held = [layout.spans(rank, seq_len) for rank in range(layout.cp)]
-        ring = layout.kind == "ring"
-        exchange = Ring(self.group) if ring else Gather(self.group, order)
-        found = [
-            pieces(documents, held[exchange.rank], keys, causal=mask.causal, window=mask.window)
+        own, ring = held[dist.get_rank(self.group)], layout.kind == "ring"
+        plan = [
+            pieces(documents, own, keys, causal=mask.causal, window=mask.window)
             for keys in (held if ring else [[Span(0, seq_len, 0)]])
         ]
-        return _Plan(exchange, found)
+        return encode(plan), None if ring else order
 
 
 class Ulysses(ContextAttention):
@@ -197,33 +197,25 @@ class Ulysses(ContextAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``(B, S/cp, H, Dh), (B, S/cp, K, Dh), (B, S/cp, K, Dv) -> (B, S/cp, H, Dv)``."""
-        n_kv_heads, cp = k.shape[2], self.layout.cp
-        if repeats := math.lcm(n_kv_heads, cp) // n_kv_heads - 1:
-            k, v = (t.repeat_interleave(repeats + 1, dim=2) for t in (k, v))
-        whole = mask.derived("context_whole", lambda: self._whole(mask, q.shape[1], q.device))
+        self.prepare(mask, q.shape[1], q.device)
+        n_kv_heads = k.shape[2]
+        repeats = math.lcm(n_kv_heads, self.layout.cp) // n_kv_heads
+        if repeats > 1:
+            k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
         q, k, v = (tokens_to_heads(t, self.group) for t in (q, k, v))  # (B, S, H/cp, Dh)
-        return heads_to_tokens(self.inner(q, k, v, whole), self.group)
+        out = self.inner(q, k, v, mask.derived["context_whole"])  # (B, S, H/cp, Dv)
+        return heads_to_tokens(out, self.group)
 
-    def _whole(self, mask: Mask, local_len: int, device: torch.device) -> Mask:
-        """The mask of whole rows."""
-        ids = mask.document_ids
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """See `InnerAttention.prepare`."""
+        if "context_whole" in mask.derived:
+            return
+        ids, whole_len = mask.document_ids, seq_len * self.layout.cp
         if ids is not None:
-            order = self.layout.order(local_len * self.layout.cp).to(device)
-            ids = gather_tokens(ids, self.group, order)
-        return Mask(ids, causal=mask.causal, window=mask.window)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What all layers of a forward share.
-
-    Attributes:
-        exchange: how keys and values travel.
-        pieces: for each source of the exchange, its keys and this rank's queries.
-    """
-
-    exchange: Exchange
-    pieces: Sequence[Sequence[Piece]]
+            ids = gather_tokens(ids, self.group, self.layout.order(whole_len).to(device))
+        whole = Mask(ids, causal=mask.causal, window=mask.window)
+        self.inner.prepare(whole, whole_len, device)
+        mask.derived["context_whole"] = whole
 
 
 def _documents(mask: Mask, group: dist.ProcessGroup, order: Tensor) -> list[list[tuple[int, int]]]:

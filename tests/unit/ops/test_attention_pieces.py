@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.ops.attention_pieces import Span, pieces
+from torchtitan.ops.attention_pieces import Span, decode, encode, pieces
 
 
 def runs(starts, seq):
@@ -28,7 +28,9 @@ def test_each_pair_once(starts, window, causal, size, tile):
     chunks = [Span(c * size, (c + 1) * size, seq - (c + 1) * size) for c in range(seq // size)]
     seen = torch.zeros(len(documents), seq, seq, dtype=torch.int64)
     for q_span in chunks:
-        for piece in pieces(documents, [q_span], chunks, causal=causal, window=window, tile=tile):
+        found = pieces(documents, [q_span], chunks, causal=causal, window=window, tile=tile)
+        assert decode(encode([found, [], found]), 3) == [found, [], found]
+        for piece in found:
             block = seen[piece.rows, piece.q, piece.k]
             n_queries, n_keys = block.shape[1:]
             assert n_queries

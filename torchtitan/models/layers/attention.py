@@ -27,6 +27,16 @@ class InnerAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``(B, S, H, Dh), (B, S, K, Dh), (B, S, K, Dv) -> (B, S, H, Dv)``; K divides H."""
 
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Make what ``forward`` needs of ``mask``, outside of a block that may be compiled or recomputed.
+
+        Args:
+            mask: of this layer's window.
+            seq_len: S, of the tokens that this rank holds.
+            device: of the tokens.
+        """
+        del mask, seq_len, device
+
 
 class SDPA(InnerAttention, Configurable):
     """Inner attention on ``torch.nn.functional.scaled_dot_product_attention``.

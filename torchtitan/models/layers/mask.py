@@ -2,14 +2,11 @@
 
 # Shapes: B batch, S sequence.
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 class Mask:
@@ -32,19 +29,14 @@ class Mask:
         self.causal = causal
         self.window = window
         self._windowed: dict[int | None, Mask] = {window: self}
-        self._derived: dict[str, Any] = {}
+        self.derived: dict[str, Any] = {}
+        """What backends have made of this mask, under names of theirs; all layers of a forward share it."""
 
     def windowed(self, window: int | None) -> "Mask":
         """The same mask with another window."""
         if window not in self._windowed:
             self._windowed[window] = Mask(self.document_ids, causal=self.causal, window=window)
         return self._windowed[window]
-
-    def derived(self, name: str, make: Callable[[], T]) -> T:
-        """What a backend makes of this mask, made once for all layers of a forward and kept under ``name``."""
-        if name not in self._derived:
-            self._derived[name] = make()
-        return self._derived[name]
 
     @cached_property
     def document_lengths(self) -> list[int] | None:
