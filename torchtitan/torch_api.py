@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+    from torch.distributed import all_gather_single as all_gather_single
+    from torch.distributed import reduce_scatter_single as reduce_scatter_single
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.distributed_c10d import (
+        _resolve_process_group as resolve_process_group,  # pyright: ignore[reportPrivateImportUsage] - no public one
+    )
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -21,6 +26,7 @@ _HOME = {
     "cuda": "torch.cuda",
     "rendezvous": "torch.distributed.elastic.rendezvous",
     "TCPStore": "torch.distributed:TCPStore",
+    "all_gather_single": "torch.distributed:all_gather_single",
     "dcp": "torch.distributed.checkpoint",
     "DeviceMesh": "torch.distributed.device_mesh:DeviceMesh",
     "init_device_mesh": "torch.distributed.device_mesh:init_device_mesh",
@@ -32,6 +38,12 @@ _HOME = {
     "Replicate": "torch.distributed.tensor:Replicate",
     "Shard": "torch.distributed.tensor:Shard",
     "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
+    "reduce_scatter_single": "torch.distributed:reduce_scatter_single",
+    "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
+}
+_BEFORE = {  # names of torch 2.11 and 2.12
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
 }
 
 __all__ = [
@@ -43,12 +55,15 @@ __all__ = [
     "Replicate",
     "Shard",
     "TCPStore",
+    "all_gather_single",
     "cuda",
     "dcp",
     "distribute_tensor",
     "fully_shard",
     "init_device_mesh",
+    "reduce_scatter_single",
     "rendezvous",
+    "resolve_process_group",
 ]
 
 
@@ -58,6 +73,6 @@ def __getattr__(name: str) -> Any:
     module, _, attribute = _HOME[name].partition(":")
     found: Any = importlib.import_module(module)
     if attribute:
-        found = getattr(found, attribute)
+        found = getattr(found, attribute, None) or getattr(found, _BEFORE.get(name, attribute))
     globals()[name] = found
     return found

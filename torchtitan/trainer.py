@@ -105,8 +105,10 @@ class Trainer(Configurable):
             """Rules that need the number of ranks."""
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
-                data_ranks = self.parallelism.resolve(world_size).data
-                found = [(p, "training") for p in self.training.check_rows(data_ranks)]
+                degrees, seq_len = self.parallelism.resolve(world_size), self.training.seq_len
+                found = [(p, "training") for p in self.training.check_rows(degrees.data)]
+                found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
+                found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy

@@ -18,6 +18,7 @@ from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
+from torchtitan.parallel.degrees import Degrees
 
 
 class Decoder(Model):
@@ -63,6 +64,14 @@ class Decoder(Model):
                     heads,
                     f"makes heads of dim={self.dim} / {heads} features, which is not an even number",
                     "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
+                )
+
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_degrees`."""
+            del seq_len
+            for problem in self.attention.check_dealt(degrees.tp, degrees.ulysses):
+                yield Problem(
+                    f"attention.{problem.path}", problem.value, problem.reason, problem.remedy
                 )
 
         def build(self) -> "Decoder":

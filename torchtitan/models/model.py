@@ -3,14 +3,15 @@
 # Shapes: B batch, S sequence, D dim.
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.head import Head
+from torchtitan.parallel.degrees import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,16 @@ class Model(nn.Module, Configurable):
 
         vocab_size: int
         """Rows of the embedding and of the head; at least the tokenizer's."""
+
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem for each degree that this model cannot be cut by.
+
+            Args:
+                degrees: ranks along each axis.
+                seq_len: tokens in a row.
+            """
+            del degrees, seq_len
+            return iter(())
 
         @abstractmethod
         def build(self) -> "Model":

@@ -1,7 +1,7 @@
 """Who works together: the degrees of parallelism, the process group, and the one object that owns all meshes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan import torch_api
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.environment import local_rank, world_size
+from torchtitan.parallel.context import ContextParallel
 from torchtitan.parallel.degrees import Degrees, divisors, nearest_fitting
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Mesh(Configurable):
                 "tp",
                 "pp",
                 "ep",
+                "context",
                 "reshard_after_forward",
                 "timeout_s",
             }
@@ -50,6 +52,8 @@ class Mesh(Configurable):
         """Pipeline parallel: groups of ranks that hold different blocks."""
         ep: int = 1
         """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
+        context: ContextParallel.Config = field(default_factory=ContextParallel.Config)
+        """How the ranks of cp attend to each other's tokens."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
         for the memory of the whole model."""
@@ -71,6 +75,7 @@ class Mesh(Configurable):
                 cp=self.cp,
                 tp=self.tp,
                 ep=self.ep,
+                ulysses=self.cp if self.context.kind == "ulysses" else 1,
             )
 
         def check(self) -> Iterator[Problem]:
@@ -113,6 +118,10 @@ class Mesh(Configurable):
                     f"choose one of {divisors(lendable)}",
                 )
 
+        def check_seq_len(self, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem if rows of ``seq_len`` tokens cannot be spread over the ranks."""
+            yield from self.context.check_seq_len(seq_len, self.cp)
+
         def build(self, device: torch.device) -> "Mesh":
             """Join the process group, which spans all ranks, and make the mesh."""
             return Mesh(self, device)
@@ -125,6 +134,7 @@ class Mesh(Configurable):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.degrees = d = config.resolve(self.world_size)
         """Ranks along each axis."""
+        self.context = config.context
         # The same ranks, factored in three ways; tp is the innermost axis in all of them.
         dense = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp)
         expert = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep)

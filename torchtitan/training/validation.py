@@ -92,4 +92,4 @@ class Validation(Configurable):
         self.loader.rewind()
         for _ in range(self.config.steps):
             batch = self.loader.next().batch
-            yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh.device)
+            yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh)
