@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     import torch.cuda as cuda
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
+    import torch.distributed.pipelining.schedules as pipeline_schedules
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 _HOME = {
     "cuda": "torch.cuda",
     "rendezvous": "torch.distributed.elastic.rendezvous",
+    "pipeline_schedules": "torch.distributed.pipelining.schedules",
+    "PipelineStage": "torch.distributed.pipelining:PipelineStage",
     "TCPStore": "torch.distributed:TCPStore",
     "dcp": "torch.distributed.checkpoint",
     "DeviceMesh": "torch.distributed.device_mesh:DeviceMesh",
@@ -40,6 +44,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "Partial",
+    "PipelineStage",
     "Replicate",
     "Shard",
     "TCPStore",
@@ -48,6 +53,7 @@ __all__ = [
     "distribute_tensor",
     "fully_shard",
     "init_device_mesh",
+    "pipeline_schedules",
     "rendezvous",
 ]
 

@@ -28,9 +28,9 @@ from torchtitan.optim.optimizer import AdamW, Optimizer
 from torchtitan.optim.schedule import Schedule
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.training.engine import Engine
 from torchtitan.training.feed import Feed
 from torchtitan.training.guard import Guard
+from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
 from torchtitan.training.settings import Training
@@ -103,8 +103,16 @@ class Trainer(Configurable):
             """Rules that need the number of ranks."""
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
-                data_ranks = self.parallelism.resolve(world_size).data
-                found = [(p, "training") for p in self.training.check_rows(data_ranks)]
+                degrees = self.parallelism.resolve(world_size)
+                pp, pipeline = degrees.pp, self.parallelism.pipeline
+                yield from self.model.check_degrees(degrees, self.training.seq_len)
+                found = [(p, "training") for p in self.training.check_rows(degrees.data)]
+                unfit = list(pipeline.check_cut(pp, self.model.n_blocks))
+                if not found and not unfit:
+                    rows = self.training.global_batch_rows // degrees.data
+                    micro = self.training.micro_batch_rows
+                    found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
+                found += [(p, "parallelism.pipeline") for p in unfit]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -135,8 +143,10 @@ class Trainer(Configurable):
         self.models = {"policy": self._build_policy()}
         self.loader = self._open_loader(config.data)
         self.loader_state: dict[str, Any] | None = None
-        self.micro_batch_rows = (
-            training.micro_batch_rows or training.global_batch_rows // self.mesh.dp_world_size
+        rows = training.global_batch_rows // self.mesh.dp_world_size
+        pipeline = config.parallelism.pipeline
+        self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+            self.mesh.degrees.pp, rows
         )
         self.checkpointer = config.checkpoint.build(folder=self.folder)
         self._resume()
@@ -193,7 +203,7 @@ class Trainer(Configurable):
         microbatches = [self._prepare(batch) for batch in microbatches]
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
         loss = policy.engine.forward_backward(microbatches, totals)
-        grad_norm = global_grad_norm(policy.model.parameters())
+        grad_norm = global_grad_norm(policy.model.parameters(), self.mesh.pp)
         if self.config.training.max_grad_norm is not None:
             clip_gradients(policy.model.parameters(), grad_norm, self.config.training.max_grad_norm)
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
@@ -262,6 +272,7 @@ class Trainer(Configurable):
         model = parallelize(
             config.model,
             self.mesh,
+            pipeline=config.parallelism.pipeline,
             compute_dtype=dtype,
             reshard_after_forward=config.parallelism.reshard_after_forward,
             seed=config.training.seed,
@@ -270,9 +281,9 @@ class Trainer(Configurable):
         return Trainable(
             model=model,
             objective=objective,
-            optimizer=config.optimizer.build(model.named_parameters()),
+            optimizer=config.optimizer.build(model.named_parameters(), model.names_elsewhere()),
             schedule=config.schedule.build(config.training.steps),
-            engine=Engine(model, objective, self.mesh),
+            engine=make_engine(model, objective, self.mesh),
         )
 
     def _open_loader(self, config: Loader.Config) -> Loader:

@@ -1,7 +1,7 @@
 """Who works together: the degrees of parallelism, the process group, and the one object that owns all meshes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torchtitan import torch_api
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.environment import local_rank, world_size
 from torchtitan.parallel.degrees import Degrees, divisors, nearest_fitting
+from torchtitan.parallel.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +33,7 @@ class Mesh(Configurable):
                 "tp",
                 "pp",
                 "ep",
+                "pipeline",
                 "reshard_after_forward",
                 "timeout_s",
             }
@@ -48,11 +50,14 @@ class Mesh(Configurable):
         """Tensor parallel: ranks that share each matmul."""
         pp: int = 1
         """Pipeline parallel: groups of ranks that hold different blocks."""
+        pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
+        """How a model is cut over `pp`, and in which order the stages work."""
         ep: int = 1
         """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
-        for the memory of the whole model."""
+        for the memory of the whole model. Pipeline schedules other than GPipe and 1F1B gather and free whole stages
+        themselves; there it is without effect."""
         timeout_s: float = 300.0
         """Seconds after which a collective that some rank does not join ends the run with an error."""
 

@@ -23,9 +23,9 @@ class Run(Configurable):
 
         folder: str = ""
         """Run folder."""
-        act: Literal["work", "data", "numerics", "bug", "exit", "kill", "hang", "sleep", "close"] = (
-            "work"
-        )
+        act: Literal[
+            "work", "data", "numerics", "bug", "exit", "kill", "hang", "sleep", "close"
+        ] = "work"
         """What happens."""
         on_rank: int = 0
         """Where it happens; the others work."""

@@ -74,9 +74,10 @@ def test_a_recipe_is_found_and_built(package, name, steps):
 
 
 def test_an_imported_recipe_is_one_of_the_module(package):
-    assert find_recipe("shop.models.toys", "tree").build() == find_recipe(
-        "shop.models.toys", "small"
-    ).build()
+    assert (
+        find_recipe("shop.models.toys", "tree").build()
+        == find_recipe("shop.models.toys", "small").build()
+    )
 
 
 def test_recipes_are_listed_with_their_first_line_and_without_import(package):

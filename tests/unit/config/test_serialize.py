@@ -45,7 +45,9 @@ def test_every_kind_of_value_comes_back_exactly(**values: Any):
     config = Root.Config(steps=1, layer=Layer.Config(), **values)
     back = through_json(config)
     assert back == config
-    assert repr(back) == repr(config)  # also the types: a tuple stays a tuple, 1.0 does not become 1
+    assert repr(back) == repr(
+        config
+    )  # also the types: a tuple stays a tuple, 1.0 does not become 1
 
 
 def test_nan_comes_back():
