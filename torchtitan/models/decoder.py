@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -17,6 +18,9 @@ from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.degrees import Degrees
 
 
 class Decoder(Model):
@@ -68,6 +72,17 @@ class Decoder(Model):
         def n_blocks(self) -> int:
             """See `Model.Config.n_blocks`."""
             return self.n_layers
+
+        def check_degrees(self, degrees: "Degrees", seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_degrees`."""
+            del seq_len
+            if degrees.pp > self.n_layers:
+                yield Problem(
+                    "parallelism.pp",
+                    degrees.pp,
+                    f"is more than the {self.n_layers} blocks of the model (n_layers), and each stage needs one",
+                    f"choose one of {list(range(1, self.n_layers + 1))}",
+                )
 
         def build(self) -> "Decoder":
             """Make the decoder."""

@@ -121,17 +121,24 @@ class Pipeline(Configurable):
                 if found:
                     return
             n_stages = self.n_stages(pp)
-            if n_stages > n_blocks:
-                most = n_blocks // pp
-                fitting = f"stages_per_rank to {most} or less, or " if most else ""
+            if (
+                n_stages > n_blocks >= pp
+            ):  # `Model.Config.check_degrees` tells of more ranks than blocks
+                most = f"stages_per_rank to {n_blocks // pp} or less"
+                if _stages_wanted(self.schedule) is not None:
+                    most = "a schedule of 1 stage a rank (GPipe, 1F1B)"
                 yield Problem(
                     "stages_per_rank",
-                    n_stages // pp,
+                    self.stages_per_rank,
                     f"makes pp={pp} * {n_stages // pp} = {n_stages} stages of {n_blocks} blocks, and each needs one",
-                    f"set {fitting}pp to {n_blocks * pp // n_stages} or less",
+                    f"set {most}, or pp to {n_blocks * pp // n_stages} or less",
                 )
             split = self.blocks_per_stage
-            if split is not None and (len(split) != n_stages or sum(split) != n_blocks):
+            if (
+                n_stages <= n_blocks
+                and split is not None
+                and (len(split) != n_stages or sum(split) != n_blocks)
+            ):
                 yield Problem(
                     "blocks_per_stage",
                     split,
@@ -148,7 +155,7 @@ class Pipeline(Configurable):
                 rows: of a data rank, in a step.
                 micro_batch_rows: see `Training.Config`; it divides ``rows``.
             """
-            if pp < 2:
+            if pp < 2 or any(True for _ in self.check()):
                 return
             fitting = [n for n in divisors(rows) if self._takes(pp, rows // n) is None]
             if micro_batch_rows is None and fitting:
