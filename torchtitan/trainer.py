@@ -105,7 +105,6 @@ class Trainer(Configurable):
             if not found:
                 degrees = self.parallelism.resolve(world_size)
                 pp, pipeline = degrees.pp, self.parallelism.pipeline
-                yield from self.model.check_degrees(degrees, self.training.seq_len)
                 found = [(p, "training") for p in self.training.check_rows(degrees.data)]
                 unfit = list(pipeline.check_cut(pp, self.model.n_blocks))
                 if not found and not unfit:
@@ -113,6 +112,8 @@ class Trainer(Configurable):
                     micro = self.training.micro_batch_rows
                     found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
                 found += [(p, "parallelism.pipeline") for p in unfit]
+                seq_len = self.training.seq_len
+                found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy

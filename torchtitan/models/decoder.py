@@ -4,7 +4,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -18,9 +17,7 @@ from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
-
-if TYPE_CHECKING:
-    from torchtitan.parallel.degrees import Degrees
+from torchtitan.parallel.degrees import Degrees
 
 
 class Decoder(Model):
@@ -73,15 +70,15 @@ class Decoder(Model):
             """See `Model.Config.n_blocks`."""
             return self.n_layers
 
-        def check_degrees(self, degrees: "Degrees", seq_len: int) -> Iterator[Problem]:
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
             """See `Model.Config.check_degrees`."""
             del seq_len
             if degrees.pp > self.n_layers:
                 yield Problem(
-                    "parallelism.pp",
-                    degrees.pp,
-                    f"is more than the {self.n_layers} blocks of the model (n_layers), and each stage needs one",
-                    f"choose one of {list(range(1, self.n_layers + 1))}",
+                    "n_layers",
+                    self.n_layers,
+                    f"is fewer than parallelism.pp={degrees.pp}, and each rank of a pipeline needs a block",
+                    f"set parallelism.pp to {self.n_layers} or less",
                 )
 
         def build(self) -> "Decoder":

@@ -5,15 +5,13 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.head import Head
-
-if TYPE_CHECKING:
-    from torchtitan.parallel.degrees import Degrees
+from torchtitan.parallel.degrees import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,8 @@ class Model(nn.Module, Configurable):
         def n_blocks(self) -> int:
             """Number of `Model.blocks`."""
 
-        def check_degrees(self, degrees: "Degrees", seq_len: int) -> Iterator[Problem]:
-            """Yield what makes these degrees of parallelism impossible for this model; paths are from the root.
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """Yield what keeps this model from being cut over ``degrees``; paths are from this node.
 
             Args:
                 degrees: ranks along each axis.

@@ -46,7 +46,7 @@ def global_grad_norm(
             groups[grad.device_mesh, sharded].append(grad.to_local())
         else:
             groups[None, ()].append(grad)
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for (mesh, sharded_axes), grads in groups.items():
         norms = torch._foreach_norm(grads, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage] - one kernel for all
         square = torch.stack(norms).square().sum()
@@ -55,7 +55,7 @@ def global_grad_norm(
         total = total + square
     if stages is not None and stages.size() > 1:
         dist.all_reduce(total, group=stages.get_group())
-    return total.sqrt()
+    return total.sqrt().float()
 
 
 @torch.no_grad()

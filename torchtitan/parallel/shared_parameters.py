@@ -57,16 +57,16 @@ class SharedParameters:
     def refresh_copies(self) -> None:
         """Give every copy its owner's value. Collective over the pipeline."""
         for pair in self._pairs:
-            source = pair.owner and _local(pair.owner)
-            target = pair.copy and _local(pair.copy)
+            source = None if pair.owner is None else _local(pair.owner)
+            target = None if pair.copy is None else _local(pair.copy)
             self._copy(source, pair.owner_rank, target, pair.copy_rank)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Add the gradient of every copy to its owner's, and free it. Collective over the pipeline."""
         for pair in self._pairs:
-            source = pair.copy and _gradient(pair.copy)
-            own = pair.owner and _gradient(pair.owner)
+            source = None if pair.copy is None else _gradient(pair.copy)
+            own = None if pair.owner is None else _gradient(pair.owner)
             arrived = None if own is None else torch.empty_like(own)
             self._copy(source, pair.copy_rank, arrived, pair.owner_rank)
             if own is not None and arrived is not None:

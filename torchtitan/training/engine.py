@@ -1,6 +1,6 @@
 """Forward and backward of one optimizer step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,13 +56,17 @@ class Engine:
     ) -> StepLoss:
         """Add the gradients of the step's total loss to the parameters; they are complete when this returns."""
         context = Context(totals=totals)
+        return self.reduce(self.accumulate(microbatches, context), totals)
+
+    def accumulate(self, microbatches: Sequence[Batch], context: Context) -> Sequence[Sums]:
+        """Forward and backward of each micro-batch, and its sums."""
         sums: list[Sums] = []
         for i, batch in enumerate(microbatches):
             set_gradient_sync(self.model, last_microbatch=i == len(microbatches) - 1)
             micro = self.forward(batch, context)
-            self.weigh(micro, totals).backward()
+            self.weigh(micro, context.totals).backward()
             sums.append(micro)
-        return self.reduce(sums, totals)
+        return sums
 
     def evaluate(self, microbatches: Sequence[Batch], totals: dict[str, Tensor]) -> Sequence[Sums]:
         """The objective's sums of each micro-batch, without gradients; for `reduce`."""
@@ -74,7 +78,7 @@ class Engine:
         hidden_states = self.model(*(batch[name] for name in self.model.batch_fields))
         return self.objective.loss(hidden_states, self.model.head, batch, context)
 
-    def weigh(self, sums: Sums, totals: dict[str, Tensor]) -> Tensor:
+    def weigh(self, sums: Sums, totals: Mapping[str, Tensor]) -> Tensor:
         """This micro-batch's part of the step's total loss."""
         weights = self.objective.loss_weights
         parts = [weights[name] * loss / totals[name] for name, loss in sums.losses.items()]

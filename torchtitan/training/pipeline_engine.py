@@ -17,7 +17,7 @@ from torchtitan.objectives.objective import Context, Objective, Sums
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.parallel.shared_parameters import SharedParameters
-from torchtitan.training.engine import Engine, StepLoss
+from torchtitan.training.engine import Engine
 
 
 def make_engine(model: Model, objective: Objective, mesh: Mesh) -> Engine:
@@ -33,12 +33,12 @@ class _Step:
 
     Attributes:
         microbatches: of the step.
-        totals: global counts.
+        context: of the step.
         sums: what each micro-batch added, by its number; only where the last stage is.
     """
 
     microbatches: Sequence[Batch]
-    totals: dict[str, Tensor]
+    context: Context
     sums: dict[int, Sums] = field(default_factory=dict)
 
 
@@ -67,15 +67,13 @@ class PipelineEngine(Engine):
         self._step: _Step | None = None
         self._metric_names: dict[bool, list[str]] = {}
 
-    def forward_backward(
-        self, microbatches: Sequence[Batch], totals: dict[str, Tensor]
-    ) -> StepLoss:
-        """See `Engine.forward_backward`."""
+    def accumulate(self, microbatches: Sequence[Batch], context: Context) -> Sequence[Sums]:
+        """See `Engine.accumulate`; the sums are where the last stage is, elsewhere there are none."""
         first, *others = self.model.batch_fields
         schedule = self._get_schedule(len(microbatches), _one_shape(microbatches, first))
         whole = {name: torch.cat([b[name] for b in microbatches]) for name in (first, *others)}
         self._shared.refresh_copies()
-        self._step = step = _Step(microbatches, totals)
+        self._step = step = _Step(microbatches, context)
         schedule.step(
             *([whole[first]] if 0 in self.model.stages else []),  # (M * B, S)
             target=torch.arange(len(microbatches)) if self._has_last else None,
@@ -84,7 +82,7 @@ class PipelineEngine(Engine):
         )
         self._step = None
         self._shared.sum_gradients()
-        return self.reduce([step.sums[i] for i in sorted(step.sums)], totals)
+        return [step.sums[i] for i in sorted(step.sums)]
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], totals: dict[str, Tensor]) -> Sequence[Sums]:
@@ -159,12 +157,10 @@ class PipelineEngine(Engine):
             raise RuntimeError("the schedule asks for a loss outside of a step")
         i = int(number)
         head = self.model.parts[-1].head
-        sums = self.objective.loss(
-            hidden_states, head, step.microbatches[i], Context(totals=step.totals)
-        )
+        sums = self.objective.loss(hidden_states, head, step.microbatches[i], step.context)
         detached = {name: loss.detach() for name, loss in sums.losses.items()}
         step.sums[i] = Sums(losses=detached, metrics=sums.metrics)
-        return self.weigh(sums, step.totals)
+        return self.weigh(sums, step.context.totals)
 
     def _get_schedule(self, n_microbatches: int, shape: torch.Size) -> Any:
         """The schedule for micro-batches of a shape; made anew only when that changes, as buffers depend on it."""

@@ -81,8 +81,8 @@ def test_sound_pipelines_have_no_problems():
         (
             Pipeline.Config(),
             {"pp": 4, "n_layers": 3},
-            "parallelism.pp=4: is more than the 3 blocks of the model (n_layers), and each stage needs one; "
-            "choose one of [1, 2, 3]",
+            "model.n_layers=3: is fewer than parallelism.pp=4, and each rank of a pipeline needs a block; "
+            "set parallelism.pp to 3 or less",
         ),
         (
             Pipeline.Config(schedule="Interleaved1F1B", stages_per_rank=3),
