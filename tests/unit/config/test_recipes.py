@@ -58,10 +58,13 @@ def package(tmp_path, monkeypatch):
 
 
 def message(module: str, name: str = "small", *, build: bool = False) -> str:
-    with pytest.raises(ConfigError) as caught:
+    def attempt() -> None:
         recipe = find_recipe(module, name)
         if build:
             recipe.build()
+
+    with pytest.raises(ConfigError) as caught:
+        attempt()
     return str(caught.value)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.config.toy import Color, Layer, Root, Source, tree
@@ -27,6 +27,7 @@ def test_every_node_carries_its_type():
     assert data["layer"]["type"] == "tests.unit.config.toy:WideLayer.Config"
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     lr=st.floats(allow_nan=False),
     betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
