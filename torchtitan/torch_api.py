@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch.cuda as cuda
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
+    import torch.distributed.pipelining.schedules as pipeline_schedules
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
     from torch.distributed import all_gather_single as all_gather_single
     from torch.distributed import reduce_scatter_single as reduce_scatter_single
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
         _resolve_process_group as resolve_process_group,  # pyright: ignore[reportPrivateImportUsage] - no public one
     )
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 _HOME = {
     "cuda": "torch.cuda",
     "rendezvous": "torch.distributed.elastic.rendezvous",
+    "pipeline_schedules": "torch.distributed.pipelining.schedules",
+    "PipelineStage": "torch.distributed.pipelining:PipelineStage",
     "TCPStore": "torch.distributed:TCPStore",
     "all_gather_single": "torch.distributed:all_gather_single",
     "dcp": "torch.distributed.checkpoint",
@@ -52,6 +56,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "Partial",
+    "PipelineStage",
     "Replicate",
     "Shard",
     "TCPStore",
@@ -61,6 +66,7 @@ __all__ = [
     "distribute_tensor",
     "fully_shard",
     "init_device_mesh",
+    "pipeline_schedules",
     "reduce_scatter_single",
     "rendezvous",
     "resolve_process_group",

@@ -30,9 +30,9 @@ from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
-from torchtitan.training.engine import Engine
 from torchtitan.training.feed import Feed
 from torchtitan.training.guard import Guard
+from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
 from torchtitan.training.settings import Training
@@ -143,8 +143,10 @@ class Trainer(Configurable):
         self.models = {"policy": self._build_policy()}
         self.loader = self._open_loader(config.data)
         self.loader_state: dict[str, Any] | None = None
-        self.micro_batch_rows = (
-            training.micro_batch_rows or training.global_batch_rows // self.mesh.dp_world_size
+        rows = training.global_batch_rows // self.mesh.dp_world_size
+        pipeline = config.parallelism.pipeline
+        self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+            self.mesh.degrees.pp, rows
         )
         self.checkpointer = config.checkpoint.build(folder=self.folder)
         self._resume()
@@ -203,7 +205,7 @@ class Trainer(Configurable):
         microbatches = [self._prepare(batch) for batch in microbatches]
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
         loss = policy.engine.forward_backward(microbatches, totals)
-        grad_norm = global_grad_norm(policy.model.parameters())
+        grad_norm = global_grad_norm(policy.model.parameters(), self.mesh.pp)
         if self.config.training.max_grad_norm is not None:
             clip_gradients(policy.model.parameters(), grad_norm, self.config.training.max_grad_norm)
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
@@ -274,6 +276,7 @@ class Trainer(Configurable):
         model = parallelize(
             config.model,
             self.mesh,
+            pipeline=config.parallelism.pipeline,
             compute_dtype=dtype,
             reshard_after_forward=config.parallelism.reshard_after_forward,
             seed=config.training.seed,
@@ -282,9 +285,9 @@ class Trainer(Configurable):
         return Trainable(
             model=model,
             objective=objective,
-            optimizer=config.optimizer.build(model.named_parameters()),
+            optimizer=config.optimizer.build(model.named_parameters(), model.names_elsewhere()),
             schedule=config.schedule.build(config.training.steps),
-            engine=Engine(model, objective, self.mesh),
+            engine=make_engine(model, objective, self.mesh),
         )
 
     def _open_loader(self, config: Loader.Config) -> Loader:

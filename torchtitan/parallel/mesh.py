@@ -13,6 +13,7 @@ from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.environment import local_rank, world_size
 from torchtitan.parallel.context import ContextParallel
 from torchtitan.parallel.degrees import Degrees, divisors, nearest_fitting
+from torchtitan.parallel.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +35,7 @@ class Mesh(Configurable):
                 "pp",
                 "ep",
                 "context",
+                "pipeline",
                 "reshard_after_forward",
                 "timeout_s",
             }
@@ -50,13 +52,16 @@ class Mesh(Configurable):
         """Tensor parallel: ranks that share each matmul."""
         pp: int = 1
         """Pipeline parallel: groups of ranks that hold different blocks."""
+        pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
+        """How a model is cut over `pp`, and in which order the stages work."""
         ep: int = 1
         """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
         context: ContextParallel.Config = field(default_factory=ContextParallel.Config)
         """How the ranks of cp attend to each other's tokens."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
-        for the memory of the whole model."""
+        for the memory of the whole model. Pipeline schedules other than GPipe and 1F1B gather and free whole stages
+        themselves; there it is without effect."""
         timeout_s: float = 300.0
         """Seconds after which a collective that some rank does not join ends the run with an error."""
 
