@@ -106,7 +106,14 @@ class Trainer(Configurable):
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
                 degrees, seq_len = self.parallelism.resolve(world_size), self.training.seq_len
+                pp, pipeline = degrees.pp, self.parallelism.pipeline
                 found = [(p, "training") for p in self.training.check_rows(degrees.data)]
+                unfit = list(pipeline.check_cut(pp, self.model.n_blocks))
+                if not found and not unfit:
+                    rows = self.training.global_batch_rows // degrees.data
+                    micro = self.training.micro_batch_rows
+                    found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
+                found += [(p, "parallelism.pipeline") for p in unfit]
                 found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
                 found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
