@@ -205,6 +205,12 @@ class Trainer(Configurable):
                     f"{self.checkpointer.latest()}; run the same command again to go on"
                 )
             self.checkpointer.wait()
+        log.info(
+            "done: %d of %d steps; the run is in %s",
+            self.step,
+            self.config.training.steps,
+            self.folder,
+        )
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
