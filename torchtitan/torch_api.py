@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.nn.functional import grouped_mm
 
 _HOME = {
     "cuda": "torch.cuda",
@@ -32,6 +33,7 @@ _HOME = {
     "Replicate": "torch.distributed.tensor:Replicate",
     "Shard": "torch.distributed.tensor:Shard",
     "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
+    "grouped_mm": "torch.nn.functional:grouped_mm",
 }
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "dcp",
     "distribute_tensor",
     "fully_shard",
+    "grouped_mm",
     "init_device_mesh",
     "rendezvous",
 ]

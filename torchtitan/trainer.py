@@ -49,7 +49,7 @@ class StepMetrics:
         loss: global loss before the update.
         grad_norm: global norm before clipping.
         lr: learning rate of the first parameter group.
-        metrics: the objective's own means.
+        metrics: the objective's own means, and what modules report of themselves.
     """
 
     loss: Tensor
@@ -103,8 +103,10 @@ class Trainer(Configurable):
             """Rules that need the number of ranks."""
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
-                data_ranks = self.parallelism.resolve(world_size).data
-                found = [(p, "training") for p in self.training.check_rows(data_ranks)]
+                degrees = self.parallelism.resolve(world_size)
+                found = [(p, "training") for p in self.training.check_rows(degrees.data)]
+                seq_len = self.training.seq_len
+                found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -199,11 +201,13 @@ class Trainer(Configurable):
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
         policy.optimizer.step(skip)
+        module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
         self.step += 1
         self.guard.check()  # of the step before this one
         self.guard.start_report()
-        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=loss.metrics)
+        metrics = {**loss.metrics, **module_metrics}
+        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=metrics)
 
     def save(self) -> None:
         """Save everything that decides the next step."""

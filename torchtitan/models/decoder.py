@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Problem
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.embedding import Embedding
-from torchtitan.models.layers.feed_forward import SwiGLU
+from torchtitan.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan.models.layers.head import Head
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
+from torchtitan.parallel.degrees import Degrees
 
 
 class Decoder(Model):
@@ -34,8 +36,12 @@ class Decoder(Model):
         """Number of blocks."""
         attention: GQA.Config
         """Attention of every block."""
-        feed_forward: SwiGLU.Config
-        """Feed-forward layer of every block."""
+        feed_forward: FeedForward.Config
+        """Feed-forward layer of every block, dense or with experts."""
+        first_k_dense: int = 0
+        """Blocks at the start that have `dense_feed_forward` instead."""
+        dense_feed_forward: SwiGLU.Config | None = None
+        """Feed-forward layer of the first `first_k_dense` blocks."""
         norm: RMSNorm.Config = field(default_factory=RMSNorm.Config)
         """Norm before each layer and before the head."""
         rope: RoPE.Config = field(default_factory=RoPE.Config)
@@ -55,6 +61,23 @@ class Decoder(Model):
                     yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
             if self.init_std <= 0:
                 yield Problem("init_std", self.init_std, "is not positive", "set one such as 0.02")
+            for p in self.feed_forward.check_dim(self.dim):
+                yield Problem(f"feed_forward.{p.path}", p.value, p.reason, p.remedy)
+            if not 0 <= self.first_k_dense <= self.n_layers:
+                yield Problem(
+                    "first_k_dense",
+                    self.first_k_dense,
+                    f"is not between 0 and n_layers={self.n_layers}",
+                    "choose from that range",
+                )
+            if (self.dense_feed_forward is None) != (self.first_k_dense == 0):
+                yield Problem(
+                    "first_k_dense",
+                    self.first_k_dense,
+                    f"and dense_feed_forward={'None' if self.dense_feed_forward is None else 'SwiGLU.Config'} "
+                    "do not go together",
+                    "set both, or 0 and None",
+                )
             heads = self.attention.n_heads
             if self.attention.head_dim is None and heads > 0 and self.dim % (2 * heads):
                 yield Problem(
@@ -64,6 +87,14 @@ class Decoder(Model):
                     "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
                 )
 
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_degrees`."""
+            del seq_len
+            lendable = degrees.dp_shard * degrees.cp * degrees.tp
+            for p in self.feed_forward.check_ep(degrees.ep, lendable):
+                path = f"feed_forward.{p.path}".removesuffix(".")
+                yield Problem(path, p.value, p.reason, p.remedy)
+
         def build(self) -> "Decoder":
             """Make the decoder."""
             return Decoder(self)
@@ -72,9 +103,11 @@ class Decoder(Model):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, i) for i in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
-        head_std = min(config.init_std, config.dim**-0.5)  # logits below 1: the loss starts near ln V
+        head_std = min(
+            config.init_std, config.dim**-0.5
+        )  # logits below 1: the loss starts near ln V
         self.head = config.head.build(
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )
@@ -111,9 +144,13 @@ class Decoder(Model):
     def parameter_counts(self) -> ParameterCounts:
         """See `Model.parameter_counts`."""
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear | Head))
+        experts = [m.expert_parameters() for m in self.modules() if isinstance(m, MoE)]
+        used = sum(active for _, active in experts)
+        total = sum(p.numel() for p in self.parameters())
         return ParameterCounts(
-            total=sum(p.numel() for p in self.parameters()),
-            matmul=matmul,
+            total=total,
+            active=total - sum(every for every, _ in experts) + used,
+            matmul=matmul + used,
             embedding=self.embedding.weight.numel(),
         )
 
@@ -130,7 +167,7 @@ class Decoder(Model):
 class DecoderBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
 
-    def __init__(self, config: Decoder.Config) -> None:
+    def __init__(self, config: Decoder.Config, index: int) -> None:
         super().__init__()
         residual_std = config.init_std / (2 * config.n_layers) ** 0.5
         self.attention_norm = config.norm.build(config.dim)
@@ -138,7 +175,8 @@ class DecoderBlock(nn.Module):
             dim=config.dim, init_std=config.init_std, residual_std=residual_std
         )
         self.feed_forward_norm = config.norm.build(config.dim)
-        self.feed_forward = config.feed_forward.build(
+        dense = config.dense_feed_forward if index < config.first_k_dense else None
+        self.feed_forward = (dense or config.feed_forward).build(
             dim=config.dim, init_std=config.init_std, residual_std=residual_std
         )
 

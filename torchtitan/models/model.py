@@ -3,14 +3,15 @@
 # Shapes: B batch, S sequence, D dim.
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.head import Head
+from torchtitan.parallel.degrees import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,13 @@ class ParameterCounts:
 
     Attributes:
         total: all of them.
+        active: those that one token uses: all but the experts that it does not go to.
         matmul: those that each token is multiplied with, the head included (a tied table counts here).
         embedding: those of the token embedding.
     """
 
     total: int
+    active: int
     matmul: int
     embedding: int
 
@@ -47,6 +50,16 @@ class Model(nn.Module, Configurable):
 
         vocab_size: int
         """Rows of the embedding and of the head; at least the tokenizer's."""
+
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem for each degree of parallelism that this model cannot be cut by.
+
+            Args:
+                degrees: of the run.
+                seq_len: tokens in a row.
+            """
+            del degrees, seq_len
+            return iter(())
 
         @abstractmethod
         def build(self) -> "Model":

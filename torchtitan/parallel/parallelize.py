@@ -7,6 +7,7 @@ from torch import nn
 
 from torchtitan.models.layers.init import init_weights
 from torchtitan.models.model import Model
+from torchtitan.parallel.expert import apply_expert_parallel
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 
@@ -30,6 +31,7 @@ def parallelize(
     """
     with torch.device("meta"):
         model = config.build()
+    apply_expert_parallel(model, mesh)
     apply_fsdp(
         model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward
     )

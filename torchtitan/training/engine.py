@@ -11,6 +11,7 @@ from torchtitan.models.model import Model
 from torchtitan.objectives.objective import Context, Objective, Sums
 from torchtitan.parallel.fsdp import set_gradient_sync
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.training.participants import Participants
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Engine:
         self.model = model
         self.objective = objective
         self.mesh = mesh
+        self.participants = Participants(model, mesh)
 
     def totals(self, microbatches: Sequence[Batch]) -> dict[str, Tensor]:
         """The objective's normalizers over all micro-batches and data ranks; at least 1, so that an empty one divides."""
@@ -55,6 +57,7 @@ class Engine:
     ) -> StepLoss:
         """Add the gradients of the step's total loss to the parameters; they are complete when this returns."""
         context = Context(totals=totals)
+        self.participants.before_step(totals[self.objective.main_loss])
         sums: list[Sums] = []
         for i, batch in enumerate(microbatches):
             set_gradient_sync(self.model, last_microbatch=i == len(microbatches) - 1)
