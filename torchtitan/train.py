@@ -26,7 +26,7 @@ from torchtitan.config.show import format_tree
 from torchtitan.config.tree import check_tree
 from torchtitan.errors import ConfigError, DistributedError, Preempted
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("torchtitan.train")  # __name__ is __main__ in python -m torchtitan.train
 
 CLOSE_S = 5.0
 """Seconds that a rank gets to close after a failure; the others may be waiting for it."""

@@ -149,7 +149,7 @@ class Trainer(Configurable):
         )
         self.validation = config.validation and config.validation.build(
             engine=self.models["policy"].engine,
-            open_loader=self._open_loader,
+            loader=self._open_loader(config.validation.data),
             micro_batch_rows=self.micro_batch_rows,
         )
         self.guard = Guard(self.device, self.mesh.world_size)
@@ -232,6 +232,8 @@ class Trainer(Configurable):
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
         self.metrics.close()
         self.loader.close()
+        if self.validation:
+            self.validation.close()
         self.checkpointer.close()
         self.mesh.close()
 

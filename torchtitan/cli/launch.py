@@ -70,7 +70,7 @@ def _start(
     errors = folder / f"{place.rank}.stderr"
     with contextlib.ExitStack() as files:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "torchtitan.train", *argv],
+            [sys.executable, "-m", "torchtitan.train", *argv],
             env=rank_environment(place, folder, shown),
             stdout=subprocess.DEVNULL if hidden else None,
             stderr=files.enter_context(errors.open("wb")) if hidden else None,

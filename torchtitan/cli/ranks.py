@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import subprocess
@@ -73,7 +74,9 @@ class RankProcess:
 
 
 def be_a_rank(launcher_pid: int) -> None:
-    """Let this process end with its launcher, and write all stacks on SIGUSR1."""
+    """Let this process end with its launcher, write whole lines, and write all stacks on SIGUSR1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if sys.platform == "linux":  # elsewhere a launcher killed by SIGKILL leaves its ranks behind
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
