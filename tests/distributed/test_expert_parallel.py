@@ -3,12 +3,18 @@
 import pytest
 import torch
 
-from tests.tiny import full, rows, tiny, tiny_model, weights
+from tests.tiny import full, rows, running, tiny, tiny_model, weights
+from torchtitan.config import check_tree
+from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.balance import AuxLoss
+from torchtitan.models.layers.experts import StackedLinear
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.moe import MoE
+from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.router import Router
+from torchtitan.ops.grouped_matmul import grouped_matmul
 from torchtitan.optim.clipping import global_grad_norm
+from torchtitan.parallel.expert import AllToAll, _AllToAll
 
 MESHES = [  # (ranks, dp_replicate, dp_shard, ep)
     (2, 1, 2, 1),
@@ -19,12 +25,12 @@ MESHES = [  # (ranks, dp_replicate, dp_shard, ep)
 ]
 
 
-def moe_model(scope="sequence", n_experts=8, **changes):
+def moe_model(scope="sequence", n_experts=8, top_k=2, normalize=True, **changes):
     return tiny_model(
         feed_forward=MoE.Config(
             n_experts=n_experts,
             ffn_dim=24,
-            router=Router.Config(top_k=2, bias_rate=0.01),
+            router=Router.Config(top_k=top_k, normalize=normalize, bias_rate=0.01),
             shared=SwiGLU.Config(ffn_dim=16),
             aux_loss=AuxLoss.Config(coefficient=0.1, scope=scope) if scope else None,
         ),
@@ -33,12 +39,12 @@ def moe_model(scope="sequence", n_experts=8, **changes):
     )
 
 
-def build(folder, mesh, micro_batch_rows, model, **changes):
+def configured(folder, mesh, micro_batch_rows, model, **changes):
     config = tiny(folder, micro_batch_rows=micro_batch_rows, **changes)
     config.model = model
     parallelism = config.parallelism
     parallelism.dp_replicate, parallelism.dp_shard, parallelism.ep = mesh
-    return config.build()
+    return config
 
 
 def own_microbatches(trainer, batch):
@@ -50,7 +56,7 @@ def own_microbatches(trainer, batch):
 
 def gradients(folder, mesh, micro_batch_rows, model):
     """Loss, norm, gradients, start weights, and tokens per expert of one step over 8 uneven rows."""
-    trainer = build(folder, mesh, micro_batch_rows, model)
+    trainer = configured(folder, mesh, micro_batch_rows, model).build()
     microbatches = own_microbatches(trainer, rows(8, 32, model.vocab_size))
     policy = trainer.models["policy"]
     totals = policy.engine.totals(microbatches)
@@ -79,9 +85,9 @@ def assert_same(result, expected):
         assert (grad - want).norm() / want.norm() < 1e-5, name
 
 
-@pytest.fixture(scope="module", params=["sequence", None])
-def alone(request, rank_pool, tmp_path_factory):
-    model = moe_model(request.param)
+@pytest.fixture(scope="module")
+def alone(rank_pool, tmp_path_factory):
+    model = moe_model()
     folder = tmp_path_factory.mktemp("alone")
     return model, rank_pool.run(gradients, 1, folder, (1, 1, 1), None, model)[0]
 
@@ -95,3 +101,146 @@ def test_mesh_gives_the_same_gradients(
     mesh = (replicate, shard, ep)
     for result in ranks(gradients, world_size, tmp_path, mesh, micro_batch_rows, model):
         assert_same(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "ep"),
+    [
+        pytest.param({"scope": None}, 2, 2, id="no auxiliary loss"),
+        pytest.param({"scope": "micro_batch"}, 2, 2, id="loss over the micro-batch of all ranks"),
+        pytest.param({"n_experts": 6}, 4, 2, id="FSDP pads: 3 experts on 2 ranks"),
+        pytest.param({"n_experts": 3}, 4, 1, id="FSDP cuts within experts"),
+        pytest.param(
+            {"n_experts": 2, "top_k": 1, "normalize": False}, 4, 2, id="both cuts within a stack"
+        ),
+        pytest.param(
+            {
+                "n_layers": 3,
+                "first_k_dense": 1,
+                "dense_feed_forward": SwiGLU.Config(ffn_dim=40),
+                "attention": GQA.Config(n_heads=2, qk_norm=RMSNorm.Config()),
+                "tied": True,
+            },
+            2,
+            2,
+            id="dense first block, QK norm, tied",
+        ),
+    ],
+)
+def test_other_layers_have_the_same_gradients(ranks, tmp_path, settings, world_size, ep):
+    model = moe_model(**settings)
+    (expected,) = ranks(gradients, 1, tmp_path / "alone", (1, 1, 1), None, model)
+    for result in ranks(gradients, world_size, tmp_path, (1, world_size, ep), None, model):
+        assert_same(result, expected)
+
+
+FAULTS = [
+    "lost gradients of sent tokens",
+    "averaged expert gradients",
+    "own counts in the auxiliary loss",
+    "results in the order of arrival",
+]
+
+
+def gradients_with_a_fault(folder, model, fault):
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == FAULTS[0]:
+            patch.setattr(_AllToAll, "backward", lambda ctx, grad: (None, None, None, None))
+        elif fault == FAULTS[1]:
+            patch.setattr(StackedLinear, "forward", _with_half_the_gradient)
+        elif fault == FAULTS[2]:
+            patch.setattr(AllToAll, "sum_over_batch", lambda self, counts: counts)
+        else:
+            patch.setattr("torchtitan.parallel.expert.permute", lambda rows, order, inverse: rows)
+        return gradients(folder, (1, 2, 2), None, model)
+
+
+def _with_half_the_gradient(self, rows, counts):
+    weight = self.weight.to_local()
+    return grouped_matmul(rows, (weight + weight.detach()) / 2, counts)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_notices_a_fault(ranks, tmp_path, fault):
+    model = moe_model("micro_batch")
+    (expected,) = ranks(gradients, 1, tmp_path / "alone", (1, 1, 1), None, model)
+    for result in ranks(gradients_with_a_fault, 2, tmp_path, model, fault):
+        with pytest.raises(AssertionError):
+            assert_same(result, expected)
+
+
+def steps(folder, mesh, n_steps, micro_batch_rows=None):
+    """Train; losses, auxiliary losses and loads of each step, and the routers' biases at the end."""
+    with running(configured(folder, mesh, micro_batch_rows, moe_model(), steps=n_steps)) as trainer:
+        seen, step = [], trainer.train_step
+
+        def recording(microbatches):
+            done = step(microbatches)
+            names = ("moe_aux_loss", "moe_load_max", "moe_load_min", "moe_dropped_tokens")
+            seen.append(
+                [x.item() for x in (done.loss, done.grad_norm, *map(done.metrics.get, names))]
+            )
+            return done
+
+        trainer.train_step = recording
+        trainer.train()
+        biases = {n: b.clone() for n, b in trainer.models["policy"].model.named_buffers()}
+        return seen, biases
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "micro_batch_rows"),
+    [(2, (1, 2, 2), None), (4, (1, 4, 2), 1), (4, (2, 2, 2), None)],
+)
+def test_runs_have_the_same_losses_loads_and_biases(
+    ranks, tmp_path, world_size, mesh, micro_batch_rows
+):
+    (alone,) = ranks(steps, 1, tmp_path / "alone", (1, 1, 1), 5)
+    for seen, biases in ranks(steps, world_size, tmp_path, mesh, 5, micro_batch_rows):
+        for step, want in zip(seen, alone[0], strict=True):
+            assert step == pytest.approx(want, rel=1e-5)
+            assert step[-1] == 0
+        assert len(biases) == 2
+        for name, bias in biases.items():
+            assert torch.equal(bias, alone[1][name])
+            assert bias.abs().max() > 0
+            assert bias.sum().abs() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((2, (1, 2, 2)), (1, (1, 1, 1))), ((1, (1, 1, 1)), (4, (1, 4, 2)))],
+    ids=str,
+)
+def test_checkpoint_loads_on_another_mesh(ranks, tmp_path, saved, loaded):
+    whole, _ = ranks(steps, saved[0], tmp_path / "whole", saved[1], 4)[0]
+    ranks(steps, saved[0], tmp_path / "cut", saved[1], 2)
+    resumed, _ = ranks(steps, loaded[0], tmp_path / "cut", loaded[1], 4)[0]
+    assert len(resumed) == 2
+    for step, want in zip(resumed, whole[2:], strict=True):
+        assert step == pytest.approx(want, rel=1e-5)
+
+
+def test_initial_weights_of_experts_do_not_depend_on_the_mesh(ranks, tmp_path, alone):
+    """`assert_same` compares them; here that two experts of a stack differ, as their blocks of random numbers do."""
+    _, expected = alone
+    gate = expected[3]["layers.0.feed_forward.experts.gate_proj.weight"]
+    assert gate.shape == (8, 24, 16)
+    assert not torch.equal(gate[0], gate[1])
+
+
+def test_degrees_that_cannot_work_are_refused_together():
+    config = tiny("unused")
+    config.model = moe_model(n_experts=6)
+    config.parallelism.ep = 4
+    texts = [str(problem) for problem in check_tree(config, 8)]
+    assert texts == [
+        "model.feed_forward.n_experts=6: does not divide by the parallelism.ep=4 ranks that share the experts; "
+        "set parallelism.ep to one of [1, 2]"
+    ]
+    config.model = tiny_model()
+    (problem,) = check_tree(config, 8)
+    assert str(problem) == (
+        "model.feed_forward=SwiGLU.Config: has no experts for parallelism.ep=4 ranks to share; "
+        "set parallelism.ep to 1"
+    )
