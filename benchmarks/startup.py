@@ -2,11 +2,10 @@
 
     python benchmarks/startup.py [repeats]
 
-Commands that need no recipe are compared with zero, the others with a bare ``import torch`` in the same round, so
-that a slow or busy machine counts on both sides. Prints the median of each in CPU seconds.
+Commands that need no recipe are compared with zero, the others with a bare ``import torch`` in the same rounds, so
+that a slow machine counts on both sides. Prints the least of each in CPU seconds: what a busy machine adds is noise.
 """
 
-import statistics
 import subprocess
 import sys
 
@@ -39,20 +38,20 @@ def cpu_s(code: str, *arguments: str) -> float:
 
 def main() -> int:
     """Measure all commands; return 1 if one is over its budget."""
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     bare: list[float] = []
     taken: dict[tuple[str, ...], list[float]] = {command: [] for command in COMMANDS}
     for _ in range(repeats):
         bare.append(cpu_s("import torch"))
-        for command, imports_torch in COMMANDS.items():
-            taken[command].append(cpu_s(CLI, *command) - (bare[-1] if imports_torch else 0.0))
-    print(f"import torch: {statistics.median(bare):.2f} s of CPU; budget on top: {BUDGET_S} s")
+        for command in COMMANDS:
+            taken[command].append(cpu_s(CLI, *command))
+    print(f"import torch: {min(bare):.2f} s of CPU; budget on top: {BUDGET_S} s")
     over = 0
     for command, times in taken.items():
-        median = statistics.median(times)
-        over += median > BUDGET_S
+        seconds = min(times) - (min(bare) if COMMANDS[command] else 0.0)
+        over += seconds > BUDGET_S
         base = "+ import torch" if COMMANDS[command] else ""
-        print(f"{median:6.2f} s {base:15} torchtitan {' '.join(command)}")
+        print(f"{seconds:6.2f} s {base:15} torchtitan {' '.join(command)}")
     return 1 if over else 0
 
 

@@ -107,6 +107,18 @@ def test_a_changed_setting_is_exit_4(tmp_path):
     assert "optimizer.lr: 0.002 -> 0.5" in done.stderr
 
 
+def test_no_secret_reaches_the_screen_or_the_disk(tmp_path):
+    secret = ["--metrics.wandb.init", "api_key", "s3cr3t-value"]
+    for steps in (1, 2):
+        done = train(f"--training.steps={steps}", "--folder=run", *secret, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "api_key" in done.stderr
+        assert "s3cr3t" not in done.stdout + done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(b"api_key" in path.read_bytes() for path in files)
+    assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
+
+
 def test_numerics_is_exit_5(tmp_path):
     done = train(
         "--training.steps=20",

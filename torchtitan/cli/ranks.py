@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.cli.ending import Ending
-from torchtitan.errors import Preempted
+from torchtitan.errors import DistributedError, Preempted
 
+CLOSE_S = 30.0
+"""Seconds that a rank gets to close its run after it failed: flush metrics, draw curves."""
 TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
 
@@ -44,6 +46,16 @@ class RankProcess:
     def failed(self) -> bool:
         """Whether it ended otherwise than done or preempted."""
         return self.process.returncode not in (None, 0, Preempted.exit_code)
+
+    def is_failing(self) -> bool:
+        """Whether it failed, or has said so and is closing its run."""
+        ending = self.ending()
+        return self.failed or (ending is not None and ending.code != Preempted.exit_code)
+
+    def has_own_error(self) -> bool:
+        """Whether it said something else than that it lost the others."""
+        ending = self.ending()
+        return ending is not None and ending.code != DistributedError.exit_code
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the rank."""

@@ -9,7 +9,6 @@ import torch
 from torchtitan.batch import Batch
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.data.loader import Loader
-from torchtitan.objectives.objective import Context
 from torchtitan.parallel.fsdp import reshard
 from torchtitan.training.engine import Engine
 from torchtitan.training.feed import to_microbatches
@@ -73,8 +72,7 @@ class Validation(Configurable):
         sums, totals = [], []
         for microbatches in self._batches():
             totals.append(engine.totals(microbatches))
-            context = Context(totals=totals[-1])
-            sums.extend(engine.forward(batch, context) for batch in microbatches)
+            sums.extend(engine.evaluate(microbatches, totals[-1]))
         whole = {name: torch.stack([t[name] for t in totals]).sum() for name in totals[0]}
         loss = engine.reduce(sums, whole)
         reshard(engine.model)
@@ -92,4 +90,4 @@ class Validation(Configurable):
         self.loader.rewind()
         for _ in range(self.config.steps):
             batch = self.loader.next().batch
-            yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh.device)
+            yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh)

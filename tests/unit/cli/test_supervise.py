@@ -9,6 +9,7 @@ import time
 import pytest
 
 from torchtitan.cli import launch
+from torchtitan.cli.ending import Ending
 from torchtitan.cli.ranks import RankProcess
 
 OBEDIENT = "import time; print('up', flush=True); time.sleep(60)"
@@ -78,6 +79,17 @@ def test_after_a_failure_the_others_are_ended_and_not_blamed(start):
     supervise(ranks)
     assert codes(ranks) == [-signal.SIGUSR1, -signal.SIGUSR1, 3]  # these do not handle it
     assert [rank.ended_by_us for rank in ranks] == [True, True, False]
+
+
+def test_a_rank_that_has_said_why_it_failed_gets_time_to_close(start, monkeypatch):
+    monkeypatch.setattr(launch, "CLOSE_S", 1.0)
+    failing, waiting = start(STUBBORN), start(OBEDIENT)
+    Ending(3, "no data").write(failing.report)
+    begin = time.monotonic()
+    supervise([failing, waiting])
+    assert codes([failing, waiting]) == [-signal.SIGKILL, -signal.SIGTERM]
+    assert (failing.ended_by_us, waiting.ended_by_us) == (False, True)
+    assert time.monotonic() - begin > 1.0
 
 
 def test_ranks_that_end_in_time_after_a_failure_are_left_alone(start):
