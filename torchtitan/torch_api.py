@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.nn.functional import grouped_mm
 
 _HOME = {
     "cuda": "torch.cuda",
@@ -42,6 +43,7 @@ _HOME = {
     "Replicate": "torch.distributed.tensor:Replicate",
     "Shard": "torch.distributed.tensor:Shard",
     "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
+    "grouped_mm": "torch.nn.functional:grouped_mm",
     "reduce_scatter_single": "torch.distributed:reduce_scatter_single",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
 }
@@ -65,6 +67,7 @@ __all__ = [
     "dcp",
     "distribute_tensor",
     "fully_shard",
+    "grouped_mm",
     "init_device_mesh",
     "pipeline_schedules",
     "reduce_scatter_single",

@@ -51,7 +51,7 @@ class StepMetrics:
         loss: global loss before the update.
         grad_norm: global norm before clipping.
         lr: learning rate of the first parameter group.
-        metrics: the objective's own means.
+        metrics: the objective's own means, and what modules report of themselves.
     """
 
     loss: Tensor
@@ -224,11 +224,13 @@ class Trainer(Configurable):
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
         policy.optimizer.step(skip)
+        module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
         self.step += 1
         self.guard.check()  # of the step before this one
         self.guard.start_report()
-        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=loss.metrics)
+        metrics = {**loss.metrics, **module_metrics}
+        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=metrics)
 
     def save(self) -> None:
         """Save everything that decides the next step."""

@@ -177,6 +177,15 @@ class Mesh(Configurable):
             dist.all_reduce(tensor, group=self.loss.get_group())
         return tensor
 
+    def sum_over_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add ``tensor`` up over the ranks that route different tokens, in place, and return it.
+
+        These are the ranks of `sum_over_data` and the tp peers, which route a part of the row each.
+        """
+        if self.tp.size() > 1:
+            dist.all_reduce(tensor, group=self.tp.get_group())
+        return self.sum_over_data(tensor)
+
     def describe(self) -> str:
         """The mesh in words, for the log."""
         return f"{self.world_size} ranks: {self.degrees.equation()} on {self.device.type}"

@@ -8,6 +8,7 @@ from torch import nn
 from torchtitan.models.layers.init import init_weights
 from torchtitan.models.model import Model
 from torchtitan.parallel.context import apply_context_parallel
+from torchtitan.parallel.expert import apply_expert_parallel
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts, Pipeline
@@ -71,6 +72,7 @@ def _parallelize_stage(
     seed: int,
 ) -> Model:
     """Cut a model or one stage of it, which is on the meta device, in place, and fill this rank's part."""
+    apply_expert_parallel(model, mesh)
     apply_context_parallel(model, mesh.cp, mesh.context.kind)
     apply_fsdp(
         model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward

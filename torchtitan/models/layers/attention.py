@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import apply_rope
 
 
@@ -106,6 +107,8 @@ class GQA(nn.Module, Configurable):
         """Features of a head, even; None means dim / n_heads."""
         window: int | None = None
         """Keys that a query sees, itself included; None for all."""
+        qk_norm: RMSNorm.Config | None = None
+        """Norm of each head's query and key before the position embedding; one weight for all heads. None for none."""
         inner: SDPA.Config = field(default_factory=SDPA.Config)
         """Backend that gets q, k, v and the mask."""
 
@@ -167,6 +170,8 @@ class GQA(nn.Module, Configurable):
         self.k_proj = Linear(dim, kv_dim, init_std=init_std)
         self.v_proj = Linear(dim, kv_dim, init_std=init_std)
         self.out_proj = Linear(q_dim, dim, init_std=residual_std)
+        self.q_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
+        self.k_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
         self.inner: InnerAttention = config.inner.build()
 
     def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
@@ -174,6 +179,8 @@ class GQA(nn.Module, Configurable):
         q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, H/tp, Dh)
         k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
         return self.out_proj(out.flatten(2))  # (B, S, D)
