@@ -12,12 +12,24 @@ if TYPE_CHECKING:
     import torch.cuda as cuda
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        FailOnRecompileLimitHit,
+        TorchDynamoException,
+    )
+    from torch._subclasses import FakeTensorMode
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _HOME = {
+    "BackendCompilerFailed": "torch._dynamo.exc:BackendCompilerFailed",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "FakeTensorMode": "torch._subclasses:FakeTensorMode",
+    "FailOnRecompileLimitHit": "torch._dynamo.exc:FailOnRecompileLimitHit",
+    "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "cuda": "torch.cuda",
     "rendezvous": "torch.distributed.elastic.rendezvous",
     "TCPStore": "torch.distributed:TCPStore",
@@ -35,14 +47,19 @@ _HOME = {
 }
 
 __all__ = [
+    "BackendCompilerFailed",
     "DTensor",
     "DeviceMesh",
     "FSDPModule",
+    "FailOnRecompileLimitHit",
+    "FakeStore",
+    "FakeTensorMode",
     "MixedPrecisionPolicy",
     "Partial",
     "Replicate",
     "Shard",
     "TCPStore",
+    "TorchDynamoException",
     "cuda",
     "dcp",
     "distribute_tensor",
