@@ -1,7 +1,7 @@
 """The parts of torch that are slow to import or new, each imported on first use.
 
 ``import torch`` alone does not load DTensor, FSDP2 or distributed checkpoints; they cost another 0.7 s of CPU,
-which ``--help``, ``--dry-run`` and every config error would pay. So the package writes ``torch_api.DTensor``
+which ``--help`` and every config error would pay. So the package writes ``torch_api.DTensor``
 and pays when it is touched. Whatever differs between the supported torch versions (>= 2.11) belongs here too.
 """
 

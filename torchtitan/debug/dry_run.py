@@ -94,6 +94,7 @@ class Plan:
         return "\n\n".join(parts)
 
 
+@torch.no_grad()
 def plan(
     *,
     rank: int,
@@ -122,19 +123,17 @@ def plan(
         with torch_api.FakeTensorMode(allow_non_fake_inputs=True):  # shapes and types, no memory
             materialise(model, built.device)
             optimizer = build_optimizer(model.named_parameters())
-            trainable = [p for p in model.parameters() if p.requires_grad]
-            memory = {
+        return Plan(
+            title=f"rank {rank} of {built.describe()}; computes in {compute}",
+            holdings=holdings(model.named_parameters()),
+            memory={
                 "parameters": _bytes(model.parameters()),
-                "gradients": _bytes(trainable),
+                "gradients": _bytes(p for p in model.parameters() if p.requires_grad),
                 "optimizer state": _bytes(optimizer.state_tensors().values()),
-            }
-            return Plan(
-                title=f"rank {rank} of {built.describe()}; computes in {compute}",
-                holdings=holdings(model.named_parameters()),
-                memory=memory,
-                step=step,
-                traffic=traffic,
-            )
+            },
+            step=step,
+            traffic=traffic,
+        )
 
 
 @contextmanager

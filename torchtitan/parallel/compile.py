@@ -72,6 +72,8 @@ def _explain_failures(block: nn.Module, name: str) -> None:
 def _explanation(name: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if reason.endswith(":"):  # what follows is the cause
+        reason = " ".join(lines[:2])
     if isinstance(error, torch_api.FailOnRecompileLimitHit):
         remedy = "keep the shapes of all micro-batches equal, or set compile.enabled=False"
         return f"compile.enabled=True: {name} was compiled too often ({reason}); {remedy}"
