@@ -27,7 +27,9 @@ def steps(folder, recompute, compile_config, tied, *, n_steps=2, replicate=1):
         batch = rows(8, 32, 4099, seed)
         own = {k: v[mesh.dp_rank * local : (mesh.dp_rank + 1) * local] for k, v in batch.items()}
         micro = [{k: v[i : i + 2] for k, v in own.items()} for i in range(0, local, 2)]
-        losses.append(policy.engine.forward_backward(micro, policy.engine.totals(micro)).total.item())
+        losses.append(
+            policy.engine.forward_backward(micro, policy.engine.totals(micro)).total.item()
+        )
         norms.append(global_grad_norm(policy.model.parameters()).item())
         grads = grads or {name: full(p.grad) for name, p in policy.model.named_parameters()}
         policy.optimizer.step(torch.zeros(()))

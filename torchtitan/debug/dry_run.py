@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchtitan import torch_api
 from torchtitan.models.model import Model
 from torchtitan.optim.optimizer import Optimizer
-from torchtitan.parallel.fsdp import fsdp_traffic
+from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import materialise
 from torchtitan.parallel.traffic import Step, Traffic, TrafficOf
@@ -83,7 +83,15 @@ class Plan:
             _table(
                 ("axis", "ranks", "operation", "what", "calls", "whole tensors", "sent"),
                 [
-                    (t.axis, t.ranks, t.operation, t.what, t.calls, _size(t.payload), _size(t.sent_bytes))
+                    (
+                        t.axis,
+                        t.ranks,
+                        t.operation,
+                        t.what,
+                        t.calls,
+                        _size(t.payload),
+                        _size(t.sent_bytes),
+                    )
                     for t in self.traffic
                 ]
                 + [("all", "", "", "", sum(t.calls for t in self.traffic), "", _size(sent))],
@@ -147,9 +155,7 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
         raise RuntimeError(
             "a process group exists already; a dry run makes one of its own, so start it in a fresh process"
         )
-    dist.init_process_group(
-        "fake", store=torch_api.FakeStore(), rank=rank, world_size=world_size
-    )
+    dist.init_process_group("fake", store=torch_api.FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -204,7 +210,11 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns, numbers and sizes to the right."""
     cells = [header, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    right = {i for i, name in enumerate(header) if name in ("count", "ranks", "calls", "bytes", "whole tensors", "sent")}
+    right = {
+        i
+        for i, name in enumerate(header)
+        if name in ("count", "ranks", "calls", "bytes", "whole tensors", "sent")
+    }
     lines = (
         "  ".join(
             cell.rjust(width) if i in right else cell.ljust(width)

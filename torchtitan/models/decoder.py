@@ -96,7 +96,8 @@ class Decoder(Model):
         rope = self.rope(positions)  # 2 x (B, S, 1, Dh)
         mask = Mask(document_ids)
         for block in self.layers:
-            block.attention.prepare(mask, tokens.shape[1], tokens.device)
+            if isinstance(block, DecoderBlock):
+                block.attention.prepare(mask, tokens.shape[1], tokens.device)
         hidden_states = self.embedding(tokens)  # (B, S, D)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, mask)

@@ -3,6 +3,7 @@
 # Shapes: B batch, S sequence, H query heads, K kv heads, Dh head dim, N = B * S tokens, L tokens of a document.
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,9 +91,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     return q, k, v
 
@@ -117,7 +116,7 @@ def _documents(document_ids: Tensor) -> Iterator[slice]:
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     offsets = [*starts.flatten().nonzero().squeeze(1).tolist(), document_ids.numel()]
-    return (slice(start, end) for start, end in zip(offsets, offsets[1:], strict=False))
+    return (slice(start, end) for start, end in pairwise(offsets))
 
 
 def _heads_first(tokens: Tensor) -> Tensor:

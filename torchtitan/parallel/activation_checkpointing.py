@@ -110,7 +110,8 @@ def _checkpointed(cls: type[nn.Module], save_every_n_matmuls: int | None) -> typ
         options["context_fn"] = functools.partial(_contexts, save_every_n_matmuls)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(super(made, self).forward, *args, **options, **kwargs)
+        inner = super(made, self)  # pyright: ignore[reportArgumentType] - made is a subclass of cls
+        return checkpoint(inner.forward, *args, **options, **kwargs)
 
     made = type(f"Checkpointed{cls.__name__}", (cls,), {"forward": forward})
     return made
@@ -120,7 +121,7 @@ def _contexts(
     save_every_n_matmuls: int,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of one forward and of its recomputation, each of which counts its own matmuls."""
-    return create_selective_checkpoint_contexts(_Policy(save_every_n_matmuls))  # pyright: ignore[reportReturnType] - a pair
+    return create_selective_checkpoint_contexts(_Policy(save_every_n_matmuls))
 
 
 class _Policy:

@@ -21,7 +21,7 @@ def parallelize(
     mesh: Mesh,
     *,
     activation_checkpointing: ActivationCheckpointing.Config,
-    compile: Compile.Config,  # noqa: A002 - the field's name
+    compile: Compile.Config,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,

@@ -124,7 +124,12 @@ def test_a_broken_recipe_module_shows_its_own_traceback(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--dry-run", "--training.steps", "0"], 2), (["--training.stepz", "1"], 2), (["--help"], 0), (["--ngpu", "7"], 2)],
+    [
+        (["--dry-run", "--training.steps", "0"], 2),
+        (["--training.stepz", "1"], 2),
+        (["--help"], 0),
+        (["--ngpu", "7"], 2),
+    ],
 )
 def test_the_default_recipe_is_checked_before_anything_heavy_is_imported(arguments, code):
     program = (

@@ -100,15 +100,22 @@ def test_fsdp_sends_what_the_formula_says():
     n = 8
     before = resident_mib()
     found = plan_of(llama3("8b"), Mesh.Config(), n)
-    assert resident_mib() - before < 500  # and not the 16 GiB of a shard with its gradients and state
+    assert (
+        resident_mib() - before < 500
+    )  # and not the 16 GiB of a shard with its gradients and state
     with torch.device("meta"):
         model = llama3("8b").build()
     p = sum(parameter.numel() for parameter in model.parameters())
     assert p == 8_030_261_248
-    kept = sum(q.numel() for m in (model.layers[-1], model.head, model.norm) for q in m.parameters())
+    kept = sum(
+        q.numel() for m in (model.layers[-1], model.head, model.norm) for q in m.parameters()
+    )
     sent = sum(row.sent_bytes for row in found.traffic)
     assert sent == (p * (2 + 2 + 4) - 2 * kept) * (n - 1) / n
-    calls = {op: sum(r.calls for r in found.traffic if r.operation == op) for op in ("all_gather", "reduce_scatter")}
+    calls = {
+        op: sum(r.calls for r in found.traffic if r.operation == op)
+        for op in ("all_gather", "reduce_scatter")
+    }
     units = SIZES["8b"].n_layers + 3
     assert calls == {"all_gather": 2 * units - 3, "reduce_scatter": units}
     assert found.memory == {
@@ -150,7 +157,10 @@ def bytes_held(folder):
     policy.engine.forward_backward([batch], policy.engine.totals([batch]))
     local = [p.to_local() for p in policy.model.parameters()]
     grads = [p.grad.to_local() for p in policy.model.parameters()]
-    state = [t.to_local() if hasattr(t, "to_local") else t for t in policy.optimizer.state_tensors().values()]
+    state = [
+        t.to_local() if hasattr(t, "to_local") else t
+        for t in policy.optimizer.state_tensors().values()
+    ]
     return [sum(t.nbytes for t in tensors) for tensors in (local, grads, state)]
 
 
@@ -173,7 +183,19 @@ def test_the_recipe_is_described_from_the_command_line(capsys):
     assert "rank 5 of 8 ranks: dp_shard=8 on cpu; computes in torch.float32" in out
     assert "(training.compute_dtype=auto on cpu)" in out
     row = next(line for line in out.splitlines() if "all_gather" in line and "blocks" in line)
-    assert row.split() == ["fsdp", "8", "all_gather", "parameters", "of", "blocks", "7", "19.70", "MiB", "17.24", "MiB"]
+    assert row.split() == [
+        "fsdp",
+        "8",
+        "all_gather",
+        "parameters",
+        "of",
+        "blocks",
+        "7",
+        "19.70",
+        "MiB",
+        "17.24",
+        "MiB",
+    ]
     assert not dist.is_initialized()
 
 
@@ -182,4 +204,6 @@ def test_a_rank_that_is_none_is_refused(capsys):
     text = capsys.readouterr().err
     assert "--dry-run-rank=8: is not one of the 8 ranks; write 0 to 7" in text
     assert train.main(["--dry-run-rank", "x"]) == 2
-    assert "--dry-run-rank=x: is not a rank; write --dry-run-rank 0 or more" in capsys.readouterr().err
+    assert (
+        "--dry-run-rank=x: is not a rank; write --dry-run-rank 0 or more" in capsys.readouterr().err
+    )

@@ -87,7 +87,11 @@ def test_every_nth_block():
     model = make(config, n_layers=3)
     changed = [type(block) is not DecoderBlock for block in model.blocks()]
     assert changed == [True, False, True]
-    assert saved_bytes(FULL, 4) < saved_bytes(config, 4) < saved_bytes(ActivationCheckpointing.Config(), 4)
+    assert (
+        saved_bytes(FULL, 4)
+        < saved_bytes(config, 4)
+        < saved_bytes(ActivationCheckpointing.Config(), 4)
+    )
 
 
 def loss_and_gradients(config, **model):

@@ -110,7 +110,10 @@ def test_shapes_that_keep_changing_are_answered_in_words():
         model(batch["tokens"], batch["positions"], batch["document_ids"])
 
     run(8)
-    with pytest.raises(ConfigError, match=r"layers\.0 was compiled too often .* equal, or set compile.enabled=False"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.0 was compiled too often .* equal, or set compile.enabled=False",
+    ):
         run(9)
 
 
@@ -120,15 +123,24 @@ def test_a_backend_that_fails_is_answered_in_words(monkeypatch):
 
     model = make(Compile.Config())
     for block in model.blocks():
-        monkeypatch.setattr(block, "compile", lambda fullgraph, backend, mode, b=block: type(b).compile(b, backend=fail))
+        monkeypatch.setattr(
+            block,
+            "compile",
+            lambda fullgraph, backend, mode, b=block: type(b).compile(b, backend=fail),
+        )
     apply_compile(model, ON)
-    with pytest.raises(ConfigError, match=r"layers\.0 cannot be compiled .*no C\+\+ compiler.* or compile.enabled=False"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.0 cannot be compiled .*no C\+\+ compiler.* or compile.enabled=False",
+    ):
         gradients(model, packed=True)
 
 
 def test_settings():
     config = tiny("x")
-    config.compile = Compile.Config(enabled=True, backend="eager", mode="max-autotune-no-cudagraphs")
+    config.compile = Compile.Config(
+        enabled=True, backend="eager", mode="max-autotune-no-cudagraphs"
+    )
     assert [str(problem) for problem in check_tree(config, 1)] == [
         "compile.mode=max-autotune-no-cudagraphs: is one of inductor's, but backend=eager; "
         "set mode default, or backend inductor"

@@ -51,11 +51,8 @@ class SDPA(nn.Module, Configurable):
 
     def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
         """Make what ``forward`` needs of ``mask`` outside of the blocks: one that is compiled or recomputed may not."""
-        if mask.document_ids is None:
-            dense = mask.window is not None
-        else:
-            dense = device.type != "cpu"
-        if dense:
+        packed = mask.document_ids is not None
+        if (packed and device.type != "cpu") or (not packed and mask.window is not None):
             mask.dense(seq_len, device)
 
     @staticmethod
