@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch.cuda as cuda
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
+    import torch.distributed.pipelining.schedules as pipeline_schedules
     from torch._dynamo.exc import (
         BackendCompilerFailed,
         FailOnRecompileLimitHit,
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
     )
     from torch._subclasses import FakeTensorMode
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+    from torch.distributed import all_gather_single as all_gather_single
+    from torch.distributed import reduce_scatter_single as reduce_scatter_single
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.distributed_c10d import (
+        _resolve_process_group as resolve_process_group,  # pyright: ignore[reportPrivateImportUsage] - no public one
+    )
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,7 +39,10 @@ _HOME = {
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "cuda": "torch.cuda",
     "rendezvous": "torch.distributed.elastic.rendezvous",
+    "pipeline_schedules": "torch.distributed.pipelining.schedules",
+    "PipelineStage": "torch.distributed.pipelining:PipelineStage",
     "TCPStore": "torch.distributed:TCPStore",
+    "all_gather_single": "torch.distributed:all_gather_single",
     "dcp": "torch.distributed.checkpoint",
     "DeviceMesh": "torch.distributed.device_mesh:DeviceMesh",
     "init_device_mesh": "torch.distributed.device_mesh:init_device_mesh",
@@ -44,6 +54,12 @@ _HOME = {
     "Replicate": "torch.distributed.tensor:Replicate",
     "Shard": "torch.distributed.tensor:Shard",
     "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
+    "reduce_scatter_single": "torch.distributed:reduce_scatter_single",
+    "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
+}
+_BEFORE = {  # names of torch 2.11 and 2.12
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
 }
 
 __all__ = [
@@ -56,16 +72,21 @@ __all__ = [
     "FakeTensorMode",
     "MixedPrecisionPolicy",
     "Partial",
+    "PipelineStage",
     "Replicate",
     "Shard",
     "TCPStore",
     "TorchDynamoException",
+    "all_gather_single",
     "cuda",
     "dcp",
     "distribute_tensor",
     "fully_shard",
     "init_device_mesh",
+    "pipeline_schedules",
+    "reduce_scatter_single",
     "rendezvous",
+    "resolve_process_group",
 ]
 
 
@@ -75,6 +96,6 @@ def __getattr__(name: str) -> Any:
     module, _, attribute = _HOME[name].partition(":")
     found: Any = importlib.import_module(module)
     if attribute:
-        found = getattr(found, attribute)
+        found = getattr(found, attribute, None) or getattr(found, _BEFORE.get(name, attribute))
     globals()[name] = found
     return found

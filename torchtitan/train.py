@@ -15,7 +15,7 @@ from torchtitan.cli.ending import Ending, run_command
 from torchtitan.cli.launch import launch
 from torchtitan.cli.options import USAGE, TrainOptions, parse_options, refuse
 from torchtitan.cli.output import say
-from torchtitan.cli.ranks import be_a_rank
+from torchtitan.cli.ranks import CLOSE_S, be_a_rank
 from torchtitan.cli.seat import check_meeting
 from torchtitan.config.configurable import Configurable, DescribesRun, Problem
 from torchtitan.config.differences import differences
@@ -25,11 +25,9 @@ from torchtitan.config.recipes import Recipe, find_recipe
 from torchtitan.config.show import format_tree
 from torchtitan.config.tree import check_tree
 from torchtitan.errors import ConfigError, DistributedError, Preempted
+from torchtitan.secrets import masked
 
-log = logging.getLogger(__name__)
-
-CLOSE_S = 5.0
-"""Seconds that a rank gets to close after a failure; the others may be waiting for it."""
+log = logging.getLogger("torchtitan.train")  # __name__ is __main__ in python -m torchtitan.train
 
 
 class Run(Protocol):
@@ -140,7 +138,8 @@ def _train(recipe: Recipe, base: Configurable.Config, config: Configurable.Confi
     environment.setup_logging()
     log.info("torchtitan %s, recipe %s:%s", __version__, recipe.module, recipe.name)
     for change in differences(base, config):
-        log.info("override %s", change)
+        name = change.path.rpartition(".")[2]
+        log.info("override %s=%r", change.path, masked({name: change.new})[name])
     with _stoppable():
         run = _as_root(config, recipe).build()
         try:
@@ -165,9 +164,8 @@ def _leaving(error: BaseException) -> Iterator[None]:
     try:
         yield
     except Exception as second:  # noqa: BLE001 - the first error is the one to tell
-        if (
-            ending.code != DistributedError.exit_code
-        ):  # which closing without the others meets again
+        # Without the others, closing fails like the collective before it: that is no news.
+        if ending.code != DistributedError.exit_code:
             log.warning("closing the run failed too: %s: %s", type(second).__name__, second)
 
 

@@ -20,7 +20,7 @@ from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.debug.dry_run import plan
-from torchtitan.errors import ConfigError, NumericsError, Preempted
+from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
 from torchtitan.models.model import Model
 from torchtitan.objectives.next_token import NextToken
@@ -32,9 +32,11 @@ from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.traffic import Step
-from torchtitan.training.engine import Engine
+from torchtitan.secrets import masked
+from torchtitan.training.allocator import keep_freed_memory
 from torchtitan.training.feed import Feed
 from torchtitan.training.guard import Guard
+from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
 from torchtitan.training.settings import Training
@@ -123,8 +125,17 @@ class Trainer(Configurable):
             """Rules that need the number of ranks."""
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
-                data_ranks = self.parallelism.resolve(world_size).data
-                found = [(p, "training") for p in self.training.check_rows(data_ranks)]
+                degrees, seq_len = self.parallelism.resolve(world_size), self.training.seq_len
+                pp, pipeline = degrees.pp, self.parallelism.pipeline
+                found = [(p, "training") for p in self.training.check_rows(degrees.data)]
+                unfit = list(pipeline.check_cut(pp, self.model.n_blocks))
+                if not found and not unfit:
+                    rows = self.training.global_batch_rows // degrees.data
+                    micro = self.training.micro_batch_rows
+                    found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
+                found += [(p, "parallelism.pipeline") for p in unfit]
+                found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
+                found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -143,14 +154,19 @@ class Trainer(Configurable):
             kind = "cuda" if training.device == "auto" and torch.cuda.is_available() else "cpu"
             device = torch.device(kind if training.device == "auto" else training.device)
             dtype = Training.compute_dtype(training, device)
-            rows = training.global_batch_rows // self.parallelism.resolve(world_size).data
-            micro_batch_rows = training.micro_batch_rows or rows
+            degrees, pipeline = self.parallelism.resolve(world_size), self.parallelism.pipeline
+            rows = training.global_batch_rows // degrees.data
+            micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+                degrees.pp, rows
+            )
             plan_of_rank = plan(
                 rank=rank,
                 world_size=world_size,
                 mesh=self.parallelism,
                 cut_model=lambda mesh: _cut_model(self, mesh, dtype, meta=True),
-                build_optimizer=self.optimizer.build,
+                build_optimizer=lambda model: self.optimizer.build(
+                    model.named_parameters(), model.names_elsewhere()
+                ),
                 step=Step(
                     micro_batches=rows // micro_batch_rows,
                     micro_batch_rows=micro_batch_rows,
@@ -167,11 +183,15 @@ class Trainer(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config = config.resolved()
+        self.saved_config = masked(to_dict(config))
+        """The config as it is written to files: without secrets."""
         training = config.training
         self.folder = Path(config.folder)
         self.step = 0
         """Optimizer steps done."""
         self.device = pick_device(training.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.mesh = config.parallelism.build(self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_everything(training.seed, self.mesh.rank)
@@ -179,8 +199,10 @@ class Trainer(Configurable):
         self.models = {"policy": self._build_policy()}
         self.loader = self._open_loader(config.data)
         self.loader_state: dict[str, Any] | None = None
-        self.micro_batch_rows = (
-            training.micro_batch_rows or training.global_batch_rows // self.mesh.dp_world_size
+        rows = training.global_batch_rows // self.mesh.dp_world_size
+        pipeline = config.parallelism.pipeline
+        self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+            self.mesh.degrees.pp, rows
         )
         self.checkpointer = config.checkpoint.build(folder=self.folder)
         self._resume()
@@ -191,11 +213,13 @@ class Trainer(Configurable):
         )
         self.validation = config.validation and config.validation.build(
             engine=self.models["policy"].engine,
-            open_loader=self._open_loader,
+            loader=self._open_loader(config.validation.data),
             micro_batch_rows=self.micro_batch_rows,
         )
         self.guard = Guard(self.device, self.mesh.world_size)
         self.stop = StopRequest()
+        self._together = True
+        """Whether all ranks are at the same place; not so after an error of one of them."""
 
     def train(self) -> None:
         """Train to ``training.steps``.
@@ -206,7 +230,7 @@ class Trainer(Configurable):
             DataError: a rank ran out of readable data.
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
-        with self.stop, _controlled_gc(), self._naming_last_checkpoint():
+        with self.stop, _controlled_gc(), self._explaining_errors():
             for fed in feed.steps(self.config.training.steps - self.step):
                 step = self.train_step(fed.microbatches)
                 self.loader_state = fed.loader_state
@@ -237,7 +261,7 @@ class Trainer(Configurable):
         microbatches = [self._prepare(batch) for batch in microbatches]
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
         loss = policy.engine.forward_backward(microbatches, totals)
-        grad_norm = global_grad_norm(policy.model.parameters())
+        grad_norm = global_grad_norm(policy.model.parameters(), self.mesh.pp)
         if self.config.training.max_grad_norm is not None:
             clip_gradients(policy.model.parameters(), grad_norm, self.config.training.max_grad_norm)
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
@@ -263,7 +287,7 @@ class Trainer(Configurable):
             rank_tensors=rng_state(self.device),
             state={
                 "step": self.step,
-                "config": to_dict(self.config),
+                "config": self.saved_config,
                 "loader": Loader.merge_states([state for state in states if state is not None]),
             },
         )
@@ -272,8 +296,10 @@ class Trainer(Configurable):
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
         self.metrics.close()
         self.loader.close()
+        if self.validation:
+            self.validation.close()
         self.checkpointer.close()
-        self.mesh.close()
+        self.mesh.close(together=self._together)
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
@@ -308,9 +334,9 @@ class Trainer(Configurable):
         return Trainable(
             model=model,
             objective=objective,
-            optimizer=config.optimizer.build(model.named_parameters()),
+            optimizer=config.optimizer.build(model.named_parameters(), model.names_elsewhere()),
             schedule=config.schedule.build(config.training.steps),
-            engine=Engine(model, objective, self.mesh),
+            engine=make_engine(model, objective, self.mesh),
         )
 
     def _open_loader(self, config: Loader.Config) -> Loader:
@@ -336,7 +362,7 @@ class Trainer(Configurable):
         if path is not None:
             state = self.checkpointer.read_state(path)
             check_same_mathematics(
-                state["config"], self.config, self.config.checkpoint.allow_changes
+                state["config"], self.saved_config, self.config.checkpoint.allow_changes
             )
             generators = rng_state(self.device)
             self.checkpointer.load(path, self._tensors(), generators)
@@ -346,7 +372,7 @@ class Trainer(Configurable):
             log.info("resumed from %s at step %d", path, self.step)
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(to_dict(self.config), indent=2)
+            text = json.dumps(self.saved_config, indent=2)
             (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def _run_info(self) -> RunInfo:
@@ -366,7 +392,7 @@ class Trainer(Configurable):
         )
         return RunInfo(
             recipe=self.folder.name,
-            config=to_dict(self.config),
+            config=self.saved_config,
             total_steps=training.steps,
             tokens_per_step_global=tokens_per_step,
             flops_per_token=model.flops_per_token(training.seq_len),
@@ -380,12 +406,18 @@ class Trainer(Configurable):
         )
 
     @contextlib.contextmanager
-    def _naming_last_checkpoint(self) -> Iterator[None]:
+    def _explaining_errors(self) -> Iterator[None]:
+        """Name the newest checkpoint, and know which errors all ranks raise at the same step."""
         try:
             yield
+        except (DataError, Preempted):
+            raise
         except NumericsError as error:
             newest = self.checkpointer.latest()
             raise NumericsError(f"{error} (newest checkpoint: {newest or 'none'})") from None
+        except BaseException:
+            self._together = False
+            raise
 
 
 def _cut_model(
@@ -395,6 +427,7 @@ def _cut_model(
     return parallelize(
         config.model,
         mesh,
+        pipeline=config.parallelism.pipeline,
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
         compute_dtype=dtype,

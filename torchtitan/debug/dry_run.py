@@ -109,7 +109,7 @@ def plan(
     world_size: int,
     mesh: Mesh.Config,
     cut_model: Callable[[Mesh], Model],
-    build_optimizer: "Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]",
+    build_optimizer: Callable[[Model], Optimizer],
     step: Step,
     compute: str,
 ) -> Plan:
@@ -120,7 +120,7 @@ def plan(
         world_size: ranks of the run.
         mesh: degrees of parallelism.
         cut_model: cuts the model over a mesh, leaving its parameters on the meta device.
-        build_optimizer: makes the optimizer of named parameters.
+        build_optimizer: makes the optimizer of a model.
         step: the shape of a step.
         compute: the compute type, in words.
     """
@@ -130,7 +130,7 @@ def plan(
         traffic = [row for parallelism in PARALLELISMS for row in parallelism(model, built, step)]
         with torch_api.FakeTensorMode(allow_non_fake_inputs=True):  # shapes and types, no memory
             materialise(model, built.device)
-            optimizer = build_optimizer(model.named_parameters())
+            optimizer = build_optimizer(model)
         return Plan(
             title=f"rank {rank} of {built.describe()}; computes in {compute}",
             holdings=holdings(model.named_parameters()),

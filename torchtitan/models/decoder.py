@@ -2,8 +2,9 @@
 
 # Shapes: B batch, S sequence, D dim, Dh head dim.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
+from torchtitan.parallel.degrees import Degrees
 
 
 class Decoder(Model):
@@ -64,6 +66,26 @@ class Decoder(Model):
                     "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
                 )
 
+        @property
+        def n_blocks(self) -> int:
+            """See `Model.Config.n_blocks`."""
+            return self.n_layers
+
+        def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_degrees`."""
+            del seq_len
+            for problem in self.attention.check_dealt(degrees.tp, degrees.ulysses):
+                yield Problem(
+                    f"attention.{problem.path}", problem.value, problem.reason, problem.remedy
+                )
+            if degrees.pp > self.n_layers:
+                yield Problem(
+                    "n_layers",
+                    self.n_layers,
+                    f"is fewer than parallelism.pp={degrees.pp}, and each rank of a pipeline needs a block",
+                    f"set parallelism.pp to {self.n_layers} or less",
+                )
+
         def build(self) -> "Decoder":
             """Make the decoder."""
             return Decoder(self)
@@ -71,24 +93,27 @@ class Decoder(Model):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        self.is_first = self.is_last = True
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
         self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
-        head_std = min(config.init_std, config.dim**-0.5)  # logits below 1: the loss starts near ln V
+        head_std = min(
+            config.init_std, config.dim**-0.5
+        )  # logits below 1: the loss starts near ln V
         self.head = config.head.build(
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )
         if config.tied:
-            self.head.weight = self.embedding.weight
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
         self.rope = config.rope.build(config.attention.resolved_head_dim(config.dim))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None
     ) -> Tensor:
-        """``(B, S) -> (B, S, D)`` hidden states, after the final norm.
+        """``(B, S) -> (B, S, D)`` hidden states, after the final norm (which is in the last stage of a pipeline).
 
         Args:
-            tokens: ``(B, S)`` ids.
+            tokens: ``(B, S)`` ids; in a later stage of a pipeline, the ``(B, S, D)`` hidden states of the one before.
             positions: ``(B, S)``, from 0 in each document.
             document_ids: ``(B, S)``, equal for tokens that may attend to each other; None when every row is one
                 document.
@@ -97,19 +122,42 @@ class Decoder(Model):
         mask = Mask(document_ids)
         for block in self.layers:
             if isinstance(block, DecoderBlock):
-                block.attention.prepare(mask, tokens.shape[1], tokens.device)
-        hidden_states = self.embedding(tokens)  # (B, S, D)
+                block.attention.prepare(mask, positions.shape[1], positions.device)
+        hidden_states = self.embedding(tokens) if self.is_first else tokens  # (B, S, D)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, mask)
-        return self.norm(hidden_states)
+        return self.norm(hidden_states) if self.is_last else hidden_states
 
     def blocks(self) -> Sequence[nn.Module]:
         """See `Model.blocks`."""
         return list(self.layers)
 
     def edge_units(self) -> Sequence[nn.Module]:
-        """See `Model.edge_units`; a tied table has two users, so it stays with the whole."""
-        return [] if self.config.tied else [self.embedding, self.head]
+        """See `Model.edge_units`; a tied table with both its users stays with the whole."""
+        if self.config.tied and self.is_first and self.is_last:
+            return []
+        first = [self.embedding] if self.is_first else []
+        return [*first, self.head] if self.is_last else first
+
+    def keep(self, blocks: range, first: bool, last: bool) -> None:
+        """See `Model.keep`."""
+        kept = nn.ModuleList()
+        for i in blocks:
+            kept.add_module(str(i), self.layers[i])
+        self.layers = kept
+        self.is_first, self.is_last = first, last
+        if not first:
+            del self.embedding
+        if not last:
+            del self.norm, self.head
+
+    def stage_shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
+        """See `Model.stage_shape`."""
+        return rows, seq_len, self.config.dim
+
+    def shared_parameters(self) -> Mapping[str, str]:
+        """See `Model.shared_parameters`."""
+        return {"head.weight": "embedding.weight"} if self.config.tied else {}
 
     def parameter_counts(self) -> ParameterCounts:
         """See `Model.parameter_counts`."""

@@ -16,6 +16,7 @@ class Degrees:
         cp: ranks that share the tokens of a row; parameters are sharded over them as well.
         tp: ranks that share each matmul; the innermost axis.
         ep: ranks that share a layer's experts, out of dp_shard * cp * tp.
+        ulysses: ranks of cp that deal the heads of a layer among them: all of them with that kind, else 1.
     """
 
     pp: int = 1
@@ -24,6 +25,7 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    ulysses: int = 1
 
     @property
     def world(self) -> int:

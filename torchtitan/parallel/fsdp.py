@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from torchtitan import torch_api
+from torchtitan.models.layers.head import Head
 from torchtitan.models.model import Model
 from torchtitan.parallel.mesh import Mesh
 
@@ -31,7 +32,7 @@ def apply_fsdp(
     blocks = list(model.blocks())
     for unit in [*blocks, *model.edge_units()]:
         # What runs last in the forward is needed first in the backward: gathering it again would be waste.
-        last = unit is model.head or unit is blocks[-1]
+        last = isinstance(unit, Head) or unit is blocks[-1]
         torch_api.fully_shard(
             unit,
             mesh=mesh.fsdp,

@@ -1,7 +1,7 @@
 """Who works together: the degrees of parallelism, the process group, and the one object that owns all meshes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torchtitan import torch_api
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.environment import local_rank, world_size
+from torchtitan.parallel.context import ContextParallel
 from torchtitan.parallel.degrees import Degrees, divisors, nearest_fitting
+from torchtitan.parallel.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +34,8 @@ class Mesh(Configurable):
                 "tp",
                 "pp",
                 "ep",
+                "context",
+                "pipeline",
                 "reshard_after_forward",
                 "timeout_s",
             }
@@ -48,11 +52,16 @@ class Mesh(Configurable):
         """Tensor parallel: ranks that share each matmul."""
         pp: int = 1
         """Pipeline parallel: groups of ranks that hold different blocks."""
+        pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
+        """How a model is cut over `pp`, and in which order the stages work."""
         ep: int = 1
         """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
+        context: ContextParallel.Config = field(default_factory=ContextParallel.Config)
+        """How the ranks of cp attend to each other's tokens."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
-        for the memory of the whole model."""
+        for the memory of the whole model. Pipeline schedules other than GPipe and 1F1B gather and free whole stages
+        themselves; there it is without effect."""
         timeout_s: float = 300.0
         """Seconds after which a collective that some rank does not join ends the run with an error."""
 
@@ -71,6 +80,7 @@ class Mesh(Configurable):
                 cp=self.cp,
                 tp=self.tp,
                 ep=self.ep,
+                ulysses=self.cp if self.context.kind == "ulysses" else 1,
             )
 
         def check(self) -> Iterator[Problem]:
@@ -113,6 +123,10 @@ class Mesh(Configurable):
                     f"choose one of {divisors(lendable)}",
                 )
 
+        def check_seq_len(self, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem if rows of ``seq_len`` tokens cannot be spread over the ranks."""
+            yield from self.context.check_seq_len(seq_len, self.cp)
+
         def build(self, device: torch.device) -> "Mesh":
             """Join the process group, which spans all ranks, and make the mesh."""
             return Mesh(self, device)
@@ -125,6 +139,7 @@ class Mesh(Configurable):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.degrees = d = config.resolve(self.world_size)
         """Ranks along each axis."""
+        self.context = config.context
         # The same ranks, factored in three ways; tp is the innermost axis in all of them.
         dense = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp)
         expert = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep)
@@ -167,9 +182,14 @@ class Mesh(Configurable):
         """The mesh in words, for the log."""
         return f"{self.world_size} ranks: {self.degrees.equation()} on {self.device.type}"
 
-    def close(self) -> None:
-        """Leave the process group, after all ranks have come here."""
-        if self.owns_process_group and dist.is_initialized():
+    def close(self, *, together: bool) -> None:
+        """Leave the process group.
+
+        Args:
+            together: all ranks come here, so they may wait for each other. False after an error of this rank alone:
+                the others hang in a collective, and it is for the launcher to end them.
+        """
+        if self.owns_process_group and together and dist.is_initialized():
             if self.world_size > 1:
                 dist.barrier(self.control)  # gloo may abort the slower rank otherwise
             dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """The one place that stacks the parallelisms, in order, for every model."""
 
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from torchtitan.parallel.activation_checkpointing import (
     apply_activation_checkpointing,
 )
 from torchtitan.parallel.compile import Compile, apply_compile
+from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import ModelParts, Pipeline
 
 
 def parallelize(
@@ -22,6 +25,7 @@ def parallelize(
     *,
     activation_checkpointing: ActivationCheckpointing.Config,
     compile: Compile.Config,
+    pipeline: Pipeline.Config,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,
@@ -29,9 +33,12 @@ def parallelize(
 ) -> Model:
     """Build a model on the meta device, cut it, and only then give each rank memory for its part.
 
+    A pipeline cuts first, and each of its stages goes through the same.
+
     Args:
         config: of the model.
         mesh: of the run.
+        pipeline: how the model is cut into stages.
         activation_checkpointing: what of a block's inside is kept for the backward.
         compile: how blocks are compiled.
         compute_dtype: type of matmuls and activations; parameters are kept in float32.
@@ -40,7 +47,43 @@ def parallelize(
         meta: leave the parameters without memory, on the meta device.
     """
     with torch.device("meta"):
-        model = config.build()
+        whole = config.build()
+    finish = partial(
+        _parallelize_stage,
+        mesh=mesh,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        compute_dtype=compute_dtype,
+        seed=seed,
+        meta=meta,
+    )
+    if mesh.degrees.pp == 1:
+        return finish(whole, reshard_after_forward=reshard_after_forward)
+    cut = pipeline.build(pp=mesh.degrees.pp, n_blocks=len(whole.blocks()))
+    stages = cut.stages_of(mesh.pp.get_local_rank())
+    parts = []
+    for stage in stages:
+        with torch.device("meta"):
+            part = config.build()
+        part.keep(cut.blocks[stage], stage == 0, stage == cut.n_stages - 1)
+        finish(part, reshard_after_forward=reshard_after_forward and not cut.gathers_stages)
+        parts.append(part)
+    return ModelParts(whole, parts, stages, cut, mesh.pp, dtype=compute_dtype)
+
+
+def _parallelize_stage(
+    model: Model,
+    *,
+    mesh: Mesh,
+    activation_checkpointing: ActivationCheckpointing.Config,
+    compile: Compile.Config,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    seed: int,
+    meta: bool,
+) -> Model:
+    """Cut a model or one stage of it, which is on the meta device, in place, and fill this rank's part."""
+    apply_context_parallel(model, mesh.cp, mesh.context.kind)
     apply_activation_checkpointing(model, activation_checkpointing)
     apply_compile(model, compile)  # after it: the graph holds the recomputation
     apply_fsdp(

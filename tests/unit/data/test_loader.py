@@ -275,3 +275,14 @@ def test_one_text_file_fills_a_batch_with_different_rows(tmp_path):
     batch = build(Loader.Config(sources=[Files.Config(path=str(path))], n_workers=0)).next().batch
     assert len({tuple(row) for row in batch["tokens"].tolist()}) == 8
     assert TOKENIZER.decode(batch["tokens"][0].tolist()).strip()
+
+
+def test_the_first_batch_is_mixed_by_weight_too():
+    a, b = (
+        Texts.Config(texts=[word * 50] * 20, weight=weight)
+        for word, weight in ((" a", 3.0), (" b", 1.0))
+    )
+    batch = build(Loader.Config(sources=[a, b], n_workers=0)).next().batch
+    assert [TOKENIZER.decode(row.tolist()[1:3]) for row in batch["tokens"]] == [" a a"] * 6 + [
+        " b b"
+    ] * 2

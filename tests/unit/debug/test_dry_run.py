@@ -18,6 +18,7 @@ from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import parallelize
+from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.traffic import Step
 from torchtitan.training.engine import Engine
 
@@ -28,6 +29,7 @@ def cut(model, mesh, *, mode="none", dtype=torch.float32, reshard=True, meta=Fal
         mesh,
         activation_checkpointing=ActivationCheckpointing.Config(mode=mode),
         compile=Compile.Config(),
+        pipeline=Pipeline.Config(),
         compute_dtype=dtype,
         reshard_after_forward=reshard,
         seed=0,
@@ -84,7 +86,9 @@ def plan_of(model, mesh, world_size, *, rank=0, dtype=torch.bfloat16, micro_batc
         world_size=world_size,
         mesh=mesh,
         cut_model=lambda built: cut(model, built, dtype=dtype, meta=True),
-        build_optimizer=AdamW.Config().build,
+        build_optimizer=lambda built: AdamW.Config().build(
+            built.named_parameters(), built.names_elsewhere()
+        ),
         step=Step(micro_batches, 1, 8192, dtype.itemsize),
         compute=str(dtype),
     )

@@ -2,6 +2,7 @@
 
 # Shapes: B batch, S sequence, D dim, H query heads, K kv heads, Dh head dim. "/tp" = local to a TP rank.
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,7 +18,29 @@ from torchtitan.models.layers.rope import apply_rope
 from torchtitan.ops.document_attention import document_attention
 
 
-class SDPA(nn.Module, Configurable):
+class InnerAttention(nn.Module):
+    """``softmax(q k^T / sqrt(Dh)) v`` over the keys that a mask allows, without parameters: the swappable backend.
+
+    A mixer of tokens around it (such as `GQA`) makes q, k and v. Whoever wants to compute the same attention
+    otherwise (spread over ranks) puts its own `InnerAttention` in the place of this one.
+    """
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """``(B, S, H, Dh), (B, S, K, Dh), (B, S, K, Dv) -> (B, S, H, Dv)``; K divides H."""
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Make what ``forward`` needs of ``mask``, outside of a block that may be compiled or recomputed.
+
+        Args:
+            mask: of this layer's window.
+            seq_len: S, of the tokens that this rank holds.
+            device: of the tokens.
+        """
+        del mask, seq_len, device
+
+
+class SDPA(InnerAttention, Configurable):
     """Inner attention on ``torch.nn.functional.scaled_dot_product_attention``.
 
     Packed documents: on a CPU each document is its own causal call (6 to 14 times faster there than a dense mask
@@ -127,6 +150,20 @@ class GQA(nn.Module, Configurable):
                     "window", self.window, "is not positive", "set None for full attention"
                 )
 
+        def check_dealt(self, tp: int, ulysses: int) -> Iterator[Problem]:
+            """Yield a problem if the heads of a rank of ``tp`` cannot be dealt to ``ulysses`` ranks."""
+            heads = self.n_heads // tp
+            if ulysses == 1 or self.n_heads % tp or heads % ulysses == 0:
+                return
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield Problem(
+                "n_heads",
+                self.n_heads,
+                f"leaves {heads} heads to a rank of tp={tp}, which cannot be dealt to cp={ulysses} ranks with "
+                "context.kind=ulysses",
+                f"set cp to one of {fitting}, or context.kind to all_gather or ring",
+            )
+
         def build(self, *, dim: int, init_std: float, residual_std: float) -> "GQA":
             """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
             return GQA(self, dim=dim, init_std=init_std, residual_std=residual_std)
@@ -145,7 +182,7 @@ class GQA(nn.Module, Configurable):
         self.k_proj = Linear(dim, kv_dim, init_std=init_std)
         self.v_proj = Linear(dim, kv_dim, init_std=init_std)
         self.out_proj = Linear(q_dim, dim, init_std=residual_std)
-        self.inner = config.inner.build()
+        self.inner: InnerAttention = config.inner.build()
 
     def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """``(B, S, D) -> (B, S, D)``; ``rope`` is what `RoPE` made of the positions."""

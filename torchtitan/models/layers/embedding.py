@@ -18,7 +18,6 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, dim: int, *, init_std: float) -> None:
         super().__init__(vocab_size, dim)
-        self.weight: nn.Parameter
         self.init_std = init_std
 
     def reset_parameters(self) -> None:
