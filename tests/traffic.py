@@ -21,6 +21,7 @@ OPERATIONS = {  # name -> (our name, position of the tensor that is the payload,
 }
 SILENT = {  # they carry nothing, or nothing of the step
     "c10d::barrier",
+    "c10d::broadcast_",
     "c10d::recv_",
     "_c10d_functional::wait_tensor",
     "_c10d_functional::_wrap_tensor_autograd",

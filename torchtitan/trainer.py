@@ -31,6 +31,7 @@ from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
+from torchtitan.parallel.pipeline import splits_backward
 from torchtitan.parallel.traffic import Step
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
@@ -134,6 +135,12 @@ class Trainer(Configurable):
                     micro = self.training.micro_batch_rows
                     found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
                 found += [(p, "parallelism.pipeline") for p in unfit]
+                if pp > 1 and not unfit and splits_backward(pipeline):
+                    recompute = self.activation_checkpointing
+                    found += [
+                        (p, "activation_checkpointing")
+                        for p in recompute.check_split_backward(pipeline.schedule)
+                    ]
                 found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
                 found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:

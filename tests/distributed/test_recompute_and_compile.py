@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tiny import full, rows, tiny, tiny_model
+from tests.tiny import full, rows, tiny, tiny_model, train
 from torchtitan.optim.clipping import global_grad_norm
 from torchtitan.parallel import activation_checkpointing
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
@@ -116,3 +116,51 @@ def test_the_comparison_notices_a_fault(ranks, tmp_path, alone):
     for found in ranks(with_a_fault, 2, tmp_path):
         with pytest.raises(AssertionError):
             assert_same(found, want)
+
+
+def run(folder, recompute, compile_config, parallelism, pipeline):
+    """Losses of a whole run over packed documents, and the final weights that this rank has."""
+    config = tiny(folder, steps=4, micro_batch_rows=2)
+    config.model = tiny_model(n_layers=4)
+    config.activation_checkpointing, config.compile = recompute, compile_config
+    for name, degree in parallelism.items():
+        setattr(config.parallelism, name, degree)
+    for name, value in pipeline.items():
+        setattr(config.parallelism.pipeline, name, value)
+    return train(config)
+
+
+@pytest.fixture(scope="module")
+def run_alone(rank_pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return rank_pool.run(run, 1, folder, NONE, Compile.Config(), {}, {})[0]
+
+
+SPREAD = [  # (ranks, parallelism, pipeline)
+    (2, {"cp": 2}, {}),
+    (4, {"cp": 2, "dp_shard": 2}, {}),
+    (2, {"pp": 2}, {"schedule": "1F1B"}),
+    (2, {"pp": 2}, {"schedule": "Interleaved1F1B"}),
+    (2, {"pp": 2}, {"schedule": "ZBVZeroBubble"}),
+    (4, {"pp": 2, "dp_shard": 2}, {"schedule": "InterleavedZeroBubble"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [("full", None), ("selective", None), ("none", "aot_eager"), ("full", "aot_eager")],
+)
+@pytest.mark.parametrize(("world_size", "parallelism", "pipeline"), SPREAD, ids=str)
+def test_they_compose_with_the_other_axes(
+    ranks, tmp_path, run_alone, world_size, parallelism, pipeline, mode, backend
+):
+    if mode == "selective" and "Zero" in pipeline.get("schedule", ""):
+        pytest.skip("refused: see tests/unit/parallel/test_activation_checkpointing.py")
+    recompute = ActivationCheckpointing.Config(mode=mode)
+    compile_config = Compile.Config(enabled=backend is not None, backend=backend or "inductor")
+    want_losses, want_weights = run_alone
+    args = (tmp_path, recompute, compile_config, parallelism, pipeline)
+    for losses, weights in ranks(run, world_size, *args, timeout_s=240.0):
+        assert losses == pytest.approx(want_losses, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, want_weights[name], rtol=0, atol=2e-3)

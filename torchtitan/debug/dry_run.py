@@ -15,9 +15,11 @@ from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import materialise
+from torchtitan.parallel.pipeline import ModelParts, Pipeline, pipeline_picture
+from torchtitan.parallel.pipeline_traffic import pipeline_traffic
 from torchtitan.parallel.traffic import Step, Traffic, TrafficOf
 
-PARALLELISMS: tuple[TrafficOf, ...] = (fsdp_traffic,)
+PARALLELISMS: tuple[TrafficOf, ...] = (pipeline_traffic, fsdp_traffic)
 """What each parallelism says of its communication, in the order in which `parallelize` applies them."""
 
 
@@ -48,17 +50,21 @@ class Plan:
 
     Attributes:
         title: which rank of which mesh, and in what type it computes.
+        pipeline: the pipeline as a picture; empty without one.
         holdings: its parameters.
         memory: bytes by what they are for.
         step: the shape of a step.
         traffic: its communication in a step.
+        uncounted: axes of several ranks that no row of ``traffic`` is about.
     """
 
     title: str
+    pipeline: str
     holdings: Sequence[Holding]
     memory: dict[str, int]
     step: Step
     traffic: Sequence[Traffic]
+    uncounted: Sequence[str]
 
     def __str__(self) -> str:
         total = sum(self.memory.values())
@@ -67,6 +73,7 @@ class Plan:
         micro = f"{step.micro_batches} micro-batch{'es' * (step.micro_batches > 1)}"
         parts = [
             self.title,
+            *([self.pipeline] if self.pipeline else []),
             _table(
                 ("parameter", "count", "shape", "placement", "here", "bytes"),
                 [
@@ -80,6 +87,11 @@ class Plan:
             ),
             f"this rank sends, per step of {micro} of {step.micro_batch_rows} rows of {step.seq_len} tokens "
             "(a few scalars aside):",
+            *(
+                [f"not counted: what goes over {', '.join(self.uncounted)}"]
+                if self.uncounted
+                else []
+            ),
             _table(
                 ("axis", "ranks", "operation", "what", "calls", "whole tensors", "sent"),
                 [
@@ -131,16 +143,24 @@ def plan(
         with torch_api.FakeTensorMode(allow_non_fake_inputs=True):  # shapes and types, no memory
             materialise(model, built.device)
             optimizer = build_optimizer(model)
+        copies = model.copies if isinstance(model, ModelParts) else {}
+        held = [*model.named_parameters(), *((f"{name} (copy)", p) for name, p in copies.items())]
         return Plan(
             title=f"rank {rank} of {built.describe()}; computes in {compute}",
-            holdings=holdings(model.named_parameters()),
+            pipeline=_picture(model, mesh.pipeline, mesh.pp, step),
+            holdings=holdings(held),
             memory={
-                "parameters": _bytes(model.parameters()),
-                "gradients": _bytes(p for p in model.parameters() if p.requires_grad),
+                "parameters": _bytes(p for _, p in held),
+                "gradients": _bytes(p for _, p in held if p.requires_grad),
                 "optimizer state": _bytes(optimizer.state_tensors().values()),
             },
             step=step,
             traffic=traffic,
+            uncounted=[
+                axis
+                for axis in ("pp", "cp", "tp", "ep")
+                if getattr(built.degrees, axis) > 1 and axis not in {row.axis for row in traffic}
+            ],
         )
 
 
@@ -187,6 +207,14 @@ def placement(parameter: Tensor) -> str:
         if ranks > 1:
             shown.append(f"{name}={f'Shard({where.dim})' if where.is_shard() else 'Replicate'}")  # pyright: ignore[reportAttributeAccessIssue] - a Shard
     return " ".join(shown) or "whole"
+
+
+def _picture(model: Model, pipeline: Pipeline.Config, pp: int, step: Step) -> str:
+    """The schedule in time; empty without a pipeline."""
+    if not isinstance(model, ModelParts):
+        return ""
+    n_blocks = sum(map(len, model.pipeline.blocks))
+    return pipeline_picture(pipeline, pp, n_blocks, step.micro_batches)
 
 
 def _local(tensor: Tensor) -> Tensor:

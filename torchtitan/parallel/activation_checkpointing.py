@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.model import Model
-from torchtitan.ops.document_attention import OPERATOR as DOCUMENT_ATTENTION
+from torchtitan.ops import all_to_all, context_attention, document_attention
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -39,7 +39,8 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.higher_order.flex_attention,
-        DOCUMENT_ATTENTION,
+        document_attention.OPERATOR,
+        context_attention.OPERATOR,
     }
 )
 """All kept: the most FLOPs for the fewest bytes."""
@@ -49,6 +50,7 @@ COLLECTIVES = frozenset(
         c10d.reduce_scatter_tensor.default,
         c10d.all_reduce.default,
         c10d.all_to_all_single.default,
+        all_to_all.OPERATOR,
     }
 )
 """All kept: repeating them would wait for other ranks. An all-gather is repeated: what it makes is what was sharded to
@@ -85,6 +87,17 @@ class ActivationCheckpointing(Configurable):
                     self.save_every_n_matmuls,
                     "is negative",
                     "set 1 to keep all, 2 for every second one, 0 for none",
+                )
+
+        def check_split_backward(self, schedule: str) -> Iterator[Problem]:
+            """Yield a problem if a block cannot be recomputed twice, as pipelines do that split the backward."""
+            if self.mode == "selective":
+                yield Problem(
+                    "mode",
+                    self.mode,
+                    "recomputes a block once, but parallelism.pipeline.schedule="
+                    f"{schedule} goes back through it twice, for its inputs and for its weights",
+                    "set mode full or none, or a schedule with whole backwards such as 1F1B or Interleaved1F1B",
                 )
 
 

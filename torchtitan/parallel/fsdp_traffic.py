@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan import torch_api
 from torchtitan.models.model import Model
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.parallel.traffic import Step, Traffic
 
 SHARDING_AXES = ("fsdp", "efsdp")
@@ -29,7 +30,7 @@ class Unit:
         replicas: copies of each shard.
         numel: elements when gathered, on this rank; with FSDP's padding, which travels too.
         trainable_numel: those among them that have a gradient.
-        gathers: all-gathers in a forward and its backward.
+        gathers: all-gathers in a step.
     """
 
     axis: str
@@ -48,14 +49,17 @@ def fsdp_traffic(model: Model, mesh: Mesh, step: Step) -> Iterator[Traffic]:
     ``2 * (P / N) * 4 * (R - 1) / R`` a step.
     """
     del mesh  # the parameters know theirs
-    for kind, units in _by_kind(model).items():
+    kinds: dict[str, list[Unit]] = defaultdict(list)
+    for part, uses in _parts(model, step.micro_batches):
+        for kind, unit in _units(part, uses):
+            kinds[kind].append(unit)
+    for kind, units in kinds.items():
         first = units[0]
         trained = [unit.trainable_numel for unit in units if unit.trainable_numel]
         gradients = f"gradients of {kind}"
         if first.ranks > 1:
-            gathers = step.micro_batches * sum(unit.gathers for unit in units)
-            numel = step.micro_batches * sum(unit.gathers * unit.numel for unit in units)
-            payload = numel * step.compute_itemsize
+            gathers = sum(unit.gathers for unit in units)
+            payload = step.compute_itemsize * sum(unit.gathers * unit.numel for unit in units)
             yield Traffic(
                 first.axis, first.ranks, "all_gather", f"parameters of {kind}", gathers, payload
             )
@@ -70,11 +74,54 @@ def fsdp_traffic(model: Model, mesh: Mesh, step: Step) -> Iterator[Traffic]:
             )
 
 
-def _by_kind(model: Model) -> dict[str, list[Unit]]:
-    """The units of ``model``, those of its blocks together."""
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """How often the units of a model, or of a stage, are gathered in a step.
+
+    Attributes:
+        freed: those that free their parameters after the forward.
+        kept: the others.
+    """
+
+    freed: int
+    kept: int
+
+
+def _parts(model: Model, micro_batches: int) -> Iterator[tuple[Model, Uses]]:
+    """The parts of a model whose units are gathered equally often: itself, or its stages."""
+    if not isinstance(model, ModelParts):
+        yield model, Uses(freed=2 * micro_batches, kept=micro_batches)
+        return
+    pipeline, pp = model.pipeline, max(model.pipeline.rank_of_stage) + 1
+    line = pipeline.config.order(pp, micro_batches)[pipeline.rank_of_stage[model.stages[0]]]
+    for stage, part in zip(model.stages, model.parts, strict=True):
+        if pipeline.gathers_stages:
+            fetched = _fetches([action.stage for action in line], stage)
+            yield part, Uses(freed=fetched, kept=fetched)
+        else:
+            # What a backward has gathered stays for the forward after it, which frees it again. So whatever the order,
+            # each action after a forward gathers, and the first one.
+            yield part, Uses(freed=1 + micro_batches, kept=1)
+
+
+def _fetches(stages: Sequence[int], stage: int, room: int = 3) -> int:
+    """How often torch's schedules gather ``stage`` on a rank that computes ``stages`` one after another.
+
+    Before each action it makes sure that the next ``room`` different stages are gathered, and frees the others.
+    """
+    active: set[int] = set()
+    count = 0
+    for i in range(len(stages)):
+        wanted = list(dict.fromkeys(stages[i:]))[:room]
+        count += stage in wanted and stage not in active
+        active = set(wanted)
+    return count
+
+
+def _units(model: Model, uses: Uses) -> Iterator[tuple[str, Unit]]:
+    """The units of ``model`` with what they are: those of its blocks are one kind."""
     blocks = {id(block) for block in model.blocks()}
     inside = {id(inner) for block in model.blocks() for inner in block.modules()} - blocks
-    kinds: dict[str, list[Unit]] = defaultdict(list)
     for name, module in model.named_modules():
         if not isinstance(module, torch_api.FSDPModule):
             continue
@@ -84,8 +131,7 @@ def _by_kind(model: Model) -> dict[str, list[Unit]]:
         kind = "blocks" if id(module) in blocks else name or "the rest"
         if id(module) in inside:
             kind = f"{name.rpartition('.')[2]} of blocks"
-        kinds[kind].append(_unit(parameters, 1 + _gathers_again(module)))
-    return kinds
+        yield kind, _unit(parameters, uses.freed if _gathers_again(module) else uses.kept)
 
 
 def _unit(parameters: "Sequence[torch_api.DTensor]", gathers: int) -> Unit:

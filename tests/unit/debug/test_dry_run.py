@@ -10,26 +10,28 @@ import torch.distributed as dist
 from tests.tiny import rows, tiny, tiny_model
 from tests.traffic import TrafficRecorder, stated
 from torchtitan import train
+from torchtitan.debug import dry_run
 from torchtitan.debug.dry_run import PARALLELISMS, Plan, fake_ranks, plan
 from torchtitan.models.llama3.sizes import SIZES, llama3
 from torchtitan.objectives.next_token import NextToken
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
+from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.traffic import Step
-from torchtitan.training.engine import Engine
+from torchtitan.training.pipeline_engine import make_engine
 
 
-def cut(model, mesh, *, mode="none", dtype=torch.float32, reshard=True, meta=False):
+def cut(model, mesh, pipeline, *, mode="none", dtype=torch.float32, reshard=True, meta=False):
     return parallelize(
         model,
         mesh,
         activation_checkpointing=ActivationCheckpointing.Config(mode=mode),
         compile=Compile.Config(),
-        pipeline=Pipeline.Config(),
+        pipeline=pipeline,
         compute_dtype=dtype,
         reshard_after_forward=reshard,
         seed=0,
@@ -40,10 +42,11 @@ def cut(model, mesh, *, mode="none", dtype=torch.float32, reshard=True, meta=Fal
 def stated_and_measured(mesh_config, model_config, micro_batches, **options):
     """Traffic of a step as the parallelisms state it, and as it is seen, on this rank of the process group."""
     mesh = mesh_config.build(torch.device("cpu"))
-    model = cut(model_config, mesh, **options)
+    model = cut(model_config, mesh, mesh_config.pipeline, **options)
     batch = rows(2, 32, model_config.vocab_size)
-    engine = Engine(model, NextToken.Config().build(), mesh)
+    engine = make_engine(model, NextToken.Config().build(), mesh)
     totals = engine.totals([batch])
+    engine.forward_backward([batch] * micro_batches, totals)  # a pipeline's first step connects
     with TrafficRecorder() as recorder:
         engine.forward_backward([batch] * micro_batches, totals)
     dtype = options.get("dtype", torch.float32)
@@ -74,6 +77,30 @@ def test_stated_traffic_is_what_is_sent(world_size, mesh, micro_batches, options
     assert bool(seen) is (world_size > 1)
 
 
+PIPELINES = [  # (ranks, pp, micro-batches, settings)
+    (2, 2, 4, {"schedule": "GPipe"}),
+    (2, 2, 4, {"schedule": "1F1B"}),
+    (4, 2, 4, {"schedule": "1F1B"}),
+    (4, 2, 4, {"schedule": "Interleaved1F1B"}),
+    (4, 2, 4, {"schedule": "LoopedBFS", "stages_per_rank": 4}),
+    (4, 2, 4, {"schedule": "InterleavedZeroBubble"}),
+    (4, 2, 4, {"schedule": "ZBVZeroBubble"}),
+    (4, 2, 4, {"schedule": "DualPipeV"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "pp", "micro_batches", "settings"), PIPELINES, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stated_traffic_is_what_a_pipeline_sends(
+    ranks, world_size, pp, micro_batches, settings, tied
+):
+    mesh = Mesh.Config(pp=pp, pipeline=Pipeline.Config(**settings))
+    model = tiny_model(tied=tied, n_layers=8)
+    for said, seen in ranks(stated_and_measured, world_size, mesh, model, micro_batches):
+        assert said == seen
+        assert ("send", 2) in seen
+
+
 def test_stated_traffic_is_what_gloo_sends(ranks):
     for said, seen in ranks(stated_and_measured, 4, Mesh.Config(dp_replicate=2), tiny_model(), 2):
         assert said == seen
@@ -85,7 +112,7 @@ def plan_of(model, mesh, world_size, *, rank=0, dtype=torch.bfloat16, micro_batc
         rank=rank,
         world_size=world_size,
         mesh=mesh,
-        cut_model=lambda built: cut(model, built, dtype=dtype, meta=True),
+        cut_model=lambda built: cut(model, built, mesh.pipeline, dtype=dtype, meta=True),
         build_optimizer=lambda built: AdamW.Config().build(
             built.named_parameters(), built.names_elsewhere()
         ),
@@ -173,6 +200,29 @@ def test_stated_memory_is_what_each_rank_holds(ranks, tmp_path):
     for rank in range(4):
         found = plan_of(tiny_model(), Mesh.Config(), 4, rank=rank)
         assert list(found.memory.values()) == real[rank]
+
+
+def test_a_pipeline_is_drawn_and_its_copies_are_counted():
+    mesh = Mesh.Config(pp=2)
+    first, last = (
+        plan_of(tiny_model(tied=True), mesh, 4, rank=rank, micro_batches=3) for rank in (0, 2)
+    )
+    assert "rank 0 | 0F0 0F1 .   .   0B0 --  0F2 0B1 --  .   0B2 --" in str(first)
+    assert first.holdings[0].pattern == "embedding.weight"
+    assert last.holdings[-1].pattern == "head.weight (copy)"
+    assert [row.what for row in first.traffic][:2] == [
+        "hidden states",
+        "embedding.weight to its copy",
+    ]
+    assert last.memory["parameters"] == sum(h.local_bytes for h in last.holdings)
+    assert first.uncounted == []
+
+
+def test_what_is_not_counted_is_said(monkeypatch):
+    monkeypatch.setattr(dry_run, "PARALLELISMS", (fsdp_traffic,))
+    found = plan_of(tiny_model(), Mesh.Config(pp=2, dp_shard=2), 4, micro_batches=2)
+    assert found.uncounted == ["pp"]
+    assert "\n\nnot counted: what goes over pp\n\n" in str(found)
 
 
 def test_a_second_process_group_is_refused():

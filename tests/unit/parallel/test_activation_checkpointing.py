@@ -170,3 +170,18 @@ def test_settings_that_are_none():
         "activation_checkpointing.save_every_n_matmuls=-1: is negative; "
         "set 1 to keep all, 2 for every second one, 0 for none",
     ]
+
+
+def test_selective_does_not_go_with_a_backward_in_two_parts():
+    config = tiny("x", micro_batch_rows=2)
+    config.parallelism.pp = 2
+    config.model = tiny_model(n_layers=4)
+    config.parallelism.pipeline.schedule = "ZBVZeroBubble"
+    config.activation_checkpointing = SELECTIVE
+    assert [str(problem) for problem in check_tree(config, 2)] == [
+        "activation_checkpointing.mode=selective: recomputes a block once, but "
+        "parallelism.pipeline.schedule=ZBVZeroBubble goes back through it twice, for its inputs and for its weights; "
+        "set mode full or none, or a schedule with whole backwards such as 1F1B or Interleaved1F1B"
+    ]
+    config.activation_checkpointing = FULL
+    assert check_tree(config, 2) == []
