@@ -49,7 +49,7 @@ class Mesh(Configurable):
         cp: int = 1
         """Context parallel: ranks that share the tokens of a row."""
         tp: int = 1
-        """Tensor parallel: ranks that share each matmul."""
+        """Tensor parallel: ranks that share each matmul. Only 1 so far."""
         pp: int = 1
         """Pipeline parallel: groups of ranks that hold different blocks."""
         pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
@@ -91,6 +91,13 @@ class Mesh(Configurable):
                 if value < 1 and not (inferable and value == -1):
                     remedy = "set 1 or more" + (", or -1 to infer it" if inferable else "")
                     yield Problem(name, value, "is not a degree", remedy)
+            if self.tp > 1:
+                yield Problem(
+                    "tp",
+                    self.tp,
+                    "asks for tensor parallel, which this version does not have",
+                    "set it to 1, and shard with dp_shard, cp or pp",
+                )
             if self.dp_replicate == self.dp_shard == -1:
                 yield Problem(
                     "dp_shard", -1, "and dp_replicate=-1 cannot both be inferred", "set one of them"
