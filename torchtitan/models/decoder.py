@@ -146,6 +146,9 @@ class Decoder(Model):
         """
         rope = self.rope(positions)  # 2 x (B, S, 1, Dh)
         mask = Mask(document_ids)
+        for block in self.layers:
+            if isinstance(block, DecoderBlock):
+                block.attention.prepare(mask, positions.shape[1], positions.device)
         hidden_states = self.embedding(tokens) if self.is_first else tokens  # (B, S, D)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, mask)

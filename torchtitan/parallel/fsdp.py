@@ -74,10 +74,13 @@ def fsdp_units(model: nn.Module) -> "list[torch_api.FSDPModule]":
 
 
 def set_gradient_sync(model: nn.Module, *, last_microbatch: bool) -> None:
-    """Reduce gradients over the ranks in the next backward only if it is the step's last."""
+    """Reduce gradients over the ranks in the next backward only if it is the step's last.
+
+    FSDP still takes each backward for the last of its forward (``set_is_last_backward``): otherwise it remembers the
+    forward order of the micro-batches before, and prefetches the head after the embedding's backward.
+    """
     for unit in fsdp_units(model):
         unit.set_requires_gradient_sync(last_microbatch, recurse=False)
-        unit.set_is_last_backward(last_microbatch)
 
 
 def reshard(model: nn.Module) -> None:

@@ -158,7 +158,8 @@ class Mesh(Configurable):
         self.dp_rank: int = grid.get_local_rank("data")
         """This rank's number among the data ranks; its cp, tp and pp peers have the same rows."""
         timeout = timedelta(seconds=config.timeout_s)
-        self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        fake = dist.get_backend() == "fake"  # a dry run
+        self.control: Any = dist.new_group(backend="fake" if fake else "gloo", timeout=timeout)
         """CPU group of all ranks, for decisions that the hosts take together."""
 
     def _factor(self, **axes: int) -> "DeviceMesh":

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import apply_rope
+from torchtitan.ops.document_attention import document_attention
 
 
 class InnerAttention(nn.Module):
@@ -57,12 +59,25 @@ class SDPA(InnerAttention, Configurable):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``(B, S, H, Dh), 2 x (B, S, K, Dh) -> (B, S, H, Dh)``."""
-        lengths = mask.document_lengths if q.device.type == "cpu" else None
-        if lengths is not None:
-            return self._per_document(q, k, v, mask, lengths)
-        if mask.window is None and (mask.document_ids is None or q.device.type == "cpu"):
+        if mask.document_ids is not None and q.device.type == "cpu":
+            if is_compiling():  # one operator, so that the block stays one graph
+                return document_attention(
+                    q, k, v, mask.document_ids, causal=mask.causal, window=mask.window
+                )
+            lengths = mask.document_lengths
+            if lengths is not None:
+                return self._per_document(q, k, v, mask, lengths)
+            if mask.window is None:
+                return _attend(q, k, v, is_causal=mask.causal)
+        if mask.window is None and mask.document_ids is None:
             return _attend(q, k, v, is_causal=mask.causal)
         return _attend(q, k, v, attn_mask=mask.dense(q.shape[1], q.device))
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Make what ``forward`` needs of ``mask`` outside of the blocks: one that is compiled or recomputed may not."""
+        packed = mask.document_ids is not None
+        if (packed and device.type != "cpu") or (not packed and mask.window is not None):
+            mask.dense(seq_len, device)
 
     @staticmethod
     def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lengths: list[int]) -> Tensor:
@@ -184,6 +199,10 @@ class GQA(nn.Module, Configurable):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
         return self.out_proj(out.flatten(2))  # (B, S, D)
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Let the backend make what it needs of ``mask``, once for all layers of a forward, before the blocks run."""
+        self.inner.prepare(mask.windowed(self.window), seq_len, device)
 
     def score_flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Forward and backward FLOPs of the scores and their sum over values, per token.

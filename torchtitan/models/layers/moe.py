@@ -104,7 +104,7 @@ class MoE(FeedForward):
         """Brings tokens to experts; replaced where ranks share them."""
         self._ledger = Ledger()
         self._normalizer: Tensor | None = None
-        self.forward = torch.compiler.disable(self.forward)
+        self.forward = torch.compiler.disable(self.forward)  # pyright: ignore[reportAttributeAccessIssue] - wraps, keeps the signature
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``(B, S, D) -> (B, S, D)``. Never compiled: how many tokens each expert gets is known only as it runs."""
