@@ -1,8 +1,8 @@
 """Train the tokenizer that is shipped as ``torchtitan/data/assets/tokenizer.json``.
 
-A byte-level BPE in the manner of Llama 3 (its split pattern), trained on the embedded training text. The
-result depends on the text of the Python that runs this, so the shipped file was made with CPython 3.11; the
-same Python makes the same file::
+A byte-level BPE in the manner of Llama 3 (its split pattern), trained on the embedded training
+text. The result depends on the text of the Python that runs this, so the shipped file was made with
+CPython 3.11; the same Python makes the same file::
 
     python scripts/train_tokenizer.py --out torchtitan/data/assets/tokenizer.json
 """

@@ -65,7 +65,7 @@ class RankPool:
         atexit.register(self.close)  # before multiprocessing waits for processes that wait for us
 
     def run(
-        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0
     ) -> list[Any]:
         """Call ``fn(*args)`` on ``world_size`` ranks of a new process group.
 

@@ -19,18 +19,25 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import ConfigError, NumericsError, Preempted
+from torchtitan.debug.dry_run import plan
+from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
 from torchtitan.models.model import Model
 from torchtitan.objectives.next_token import NextToken
 from torchtitan.optim.clipping import clip_gradients, global_grad_norm
 from torchtitan.optim.optimizer import AdamW, Optimizer
 from torchtitan.optim.schedule import Schedule
+from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
+from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.training.engine import Engine
+from torchtitan.parallel.pipeline import splits_backward
+from torchtitan.parallel.traffic import Step
+from torchtitan.secrets import masked
+from torchtitan.training.allocator import keep_freed_memory
 from torchtitan.training.feed import Feed
 from torchtitan.training.guard import Guard
+from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
 from torchtitan.training.settings import Training
@@ -49,7 +56,7 @@ class StepMetrics:
         loss: global loss before the update.
         grad_norm: global norm before clipping.
         lr: learning rate of the first parameter group.
-        metrics: the objective's own means.
+        metrics: the objective's own means, and what modules report of themselves.
     """
 
     loss: Tensor
@@ -65,7 +72,17 @@ class Trainer(Configurable):
     class Config(Configurable.Config):
         """A whole run."""
 
-        OPERATIONAL = frozenset({"folder", "parallelism", "validation", "checkpoint", "metrics"})
+        OPERATIONAL = frozenset(
+            {
+                "folder",
+                "parallelism",
+                "activation_checkpointing",
+                "compile",
+                "validation",
+                "checkpoint",
+                "metrics",
+            }
+        )
 
         model: Model.Config
         """What is trained."""
@@ -83,6 +100,12 @@ class Trainer(Configurable):
         """Steps, batch, precision and seed."""
         parallelism: Mesh.Config = field(default_factory=Mesh.Config)
         """How the ranks share the work."""
+        activation_checkpointing: ActivationCheckpointing.Config = field(
+            default_factory=ActivationCheckpointing.Config
+        )
+        """What is kept between forward and backward, and what is computed again."""
+        compile: Compile.Config = field(default_factory=Compile.Config)
+        """Compilation of the blocks."""
         validation: Validation.Config | None = None
         """Loss on held-out rows; None for none."""
         checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
@@ -94,6 +117,13 @@ class Trainer(Configurable):
 
         def check(self) -> Iterator[Problem]:
             """Rules that span the parts; see `Configurable.Config.check`."""
+            if self.parallelism.async_tp and not self.compile.enabled:
+                yield Problem(
+                    "parallelism.async_tp",
+                    True,
+                    "is the compiler's work, but compile.enabled=False",
+                    "set compile.enabled=True, or async_tp=False",
+                )
             for problem in self.schedule.check_lengths(self.training.steps):
                 yield Problem(
                     f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -104,11 +134,22 @@ class Trainer(Configurable):
             found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
             if not found:
                 degrees, seq_len = self.parallelism.resolve(world_size), self.training.seq_len
-                found = [
-                    *((p, "training") for p in self.training.check_rows(degrees.data)),
-                    *((p, "parallelism") for p in self.parallelism.check_seq_len(degrees, seq_len)),
-                    *((p, "model") for p in self.model.check_degrees(degrees, seq_len)),
-                ]
+                pp, pipeline = degrees.pp, self.parallelism.pipeline
+                found = [(p, "training") for p in self.training.check_rows(degrees.data)]
+                unfit = list(pipeline.check_cut(pp, self.model.n_blocks))
+                if not found and not unfit:
+                    rows = self.training.global_batch_rows // degrees.data
+                    micro = self.training.micro_batch_rows
+                    found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
+                found += [(p, "parallelism.pipeline") for p in unfit]
+                if pp > 1 and not unfit and splits_backward(pipeline):
+                    recompute = self.activation_checkpointing
+                    found += [
+                        (p, "activation_checkpointing")
+                        for p in recompute.check_split_backward(pipeline.schedule)
+                    ]
+                found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
+                found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -121,17 +162,50 @@ class Trainer(Configurable):
                 tree.schedule.steps = tree.training.steps
             return tree
 
+        def describe_run(self, world_size: int, rank: int) -> str:
+            """See `DescribesRun`; the device is this machine's, as far as the types follow from it."""
+            training = self.training
+            kind = "cuda" if training.device == "auto" and torch.cuda.is_available() else "cpu"
+            device = torch.device(kind if training.device == "auto" else training.device)
+            dtype = Training.compute_dtype(training, device)
+            degrees, pipeline = self.parallelism.resolve(world_size), self.parallelism.pipeline
+            rows = training.global_batch_rows // degrees.data
+            micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+                degrees.pp, rows
+            )
+            plan_of_rank = plan(
+                rank=rank,
+                world_size=world_size,
+                mesh=self.parallelism,
+                cut_model=lambda mesh: _cut_model(self, mesh, dtype, meta=True),
+                build_optimizer=lambda model: self.optimizer.build(
+                    model.named_parameters(), model.names_elsewhere()
+                ),
+                step=Step(
+                    micro_batches=rows // micro_batch_rows,
+                    micro_batch_rows=micro_batch_rows,
+                    seq_len=training.seq_len,
+                    compute_itemsize=dtype.itemsize,
+                ),
+                compute=f"{dtype} (training.compute_dtype={training.compute_dtype} on {device.type})",
+            )
+            return str(plan_of_rank)
+
         def build(self) -> "Trainer":
             """Join the other ranks, build everything and load the checkpoint to resume from, if there is one."""
             return Trainer(self)
 
     def __init__(self, config: Config) -> None:
         self.config = config = config.resolved()
+        self.saved_config = masked(to_dict(config))
+        """The config as it is written to files: without secrets."""
         training = config.training
         self.folder = Path(config.folder)
         self.step = 0
         """Optimizer steps done."""
         self.device = pick_device(training.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.mesh = config.parallelism.build(self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_everything(training.seed, self.mesh.rank)
@@ -139,8 +213,10 @@ class Trainer(Configurable):
         self.models = {"policy": self._build_policy()}
         self.loader = self._open_loader(config.data)
         self.loader_state: dict[str, Any] | None = None
-        self.micro_batch_rows = (
-            training.micro_batch_rows or training.global_batch_rows // self.mesh.dp_world_size
+        rows = training.global_batch_rows // self.mesh.dp_world_size
+        pipeline = config.parallelism.pipeline
+        self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+            self.mesh.degrees.pp, rows
         )
         self.checkpointer = config.checkpoint.build(folder=self.folder)
         self._resume()
@@ -151,11 +227,13 @@ class Trainer(Configurable):
         )
         self.validation = config.validation and config.validation.build(
             engine=self.models["policy"].engine,
-            open_loader=self._open_loader,
+            loader=self._open_loader(config.validation.data),
             micro_batch_rows=self.micro_batch_rows,
         )
         self.guard = Guard(self.device, self.mesh.world_size)
         self.stop = StopRequest()
+        self._together = True
+        """Whether all ranks are at the same place; not so after an error of one of them."""
 
     def train(self) -> None:
         """Train to ``training.steps``.
@@ -166,7 +244,7 @@ class Trainer(Configurable):
             DataError: a rank ran out of readable data.
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
-        with self.stop, _controlled_gc(), self._naming_last_checkpoint():
+        with self.stop, _controlled_gc(), self._explaining_errors():
             for fed in feed.steps(self.config.training.steps - self.step):
                 step = self.train_step(fed.microbatches)
                 self.loader_state = fed.loader_state
@@ -190,6 +268,12 @@ class Trainer(Configurable):
                     f"{self.checkpointer.latest()}; run the same command again to go on"
                 )
             self.checkpointer.wait()
+        log.info(
+            "done: %d of %d steps; the run is in %s",
+            self.step,
+            self.config.training.steps,
+            self.folder,
+        )
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
@@ -197,17 +281,19 @@ class Trainer(Configurable):
         microbatches = [self._prepare(batch) for batch in microbatches]
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
         loss = policy.engine.forward_backward(microbatches, totals)
-        grad_norm = global_grad_norm(policy.model.parameters())
+        grad_norm = global_grad_norm(policy.model.parameters(), self.mesh.pp)
         if self.config.training.max_grad_norm is not None:
             clip_gradients(policy.model.parameters(), grad_norm, self.config.training.max_grad_norm)
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
         policy.optimizer.step(skip)
+        module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
         self.step += 1
         self.guard.check()  # of the step before this one
         self.guard.start_report()
-        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=loss.metrics)
+        metrics = {**loss.metrics, **module_metrics}
+        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=metrics)
 
     def save(self) -> None:
         """Save everything that decides the next step."""
@@ -223,7 +309,7 @@ class Trainer(Configurable):
             rank_tensors=rng_state(self.device),
             state={
                 "step": self.step,
-                "config": to_dict(self.config),
+                "config": self.saved_config,
                 "loader": Loader.merge_states([state for state in states if state is not None]),
             },
         )
@@ -232,8 +318,10 @@ class Trainer(Configurable):
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
         self.metrics.close()
         self.loader.close()
+        if self.validation:
+            self.validation.close()
         self.checkpointer.close()
-        self.mesh.close()
+        self.mesh.close(together=self._together)
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
@@ -263,21 +351,14 @@ class Trainer(Configurable):
     def _build_policy(self) -> Trainable:
         config = self.config
         dtype = Training.compute_dtype(config.training, self.device)
-        model = parallelize(
-            config.model,
-            self.mesh,
-            sequence_parallel=config.parallelism.sequence_parallel,
-            compute_dtype=dtype,
-            reshard_after_forward=config.parallelism.reshard_after_forward,
-            seed=config.training.seed,
-        )
+        model = _cut_model(config, self.mesh, dtype)
         objective = config.objective.build()
         return Trainable(
             model=model,
             objective=objective,
-            optimizer=config.optimizer.build(model.named_parameters()),
+            optimizer=config.optimizer.build(model.named_parameters(), model.names_elsewhere()),
             schedule=config.schedule.build(config.training.steps),
-            engine=Engine(model, objective, self.mesh),
+            engine=make_engine(model, objective, self.mesh),
         )
 
     def _open_loader(self, config: Loader.Config) -> Loader:
@@ -303,7 +384,7 @@ class Trainer(Configurable):
         if path is not None:
             state = self.checkpointer.read_state(path)
             check_same_mathematics(
-                state["config"], self.config, self.config.checkpoint.allow_changes
+                state["config"], self.saved_config, self.config.checkpoint.allow_changes
             )
             generators = rng_state(self.device)
             self.checkpointer.load(path, self._tensors(), generators)
@@ -313,7 +394,7 @@ class Trainer(Configurable):
             log.info("resumed from %s at step %d", path, self.step)
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(to_dict(self.config), indent=2)
+            text = json.dumps(self.saved_config, indent=2)
             (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def _run_info(self) -> RunInfo:
@@ -333,7 +414,7 @@ class Trainer(Configurable):
         )
         return RunInfo(
             recipe=self.folder.name,
-            config=to_dict(self.config),
+            config=self.saved_config,
             total_steps=training.steps,
             tokens_per_step_global=tokens_per_step,
             flops_per_token=model.flops_per_token(training.seq_len),
@@ -347,12 +428,36 @@ class Trainer(Configurable):
         )
 
     @contextlib.contextmanager
-    def _naming_last_checkpoint(self) -> Iterator[None]:
+    def _explaining_errors(self) -> Iterator[None]:
+        """Name the newest checkpoint, and know which errors all ranks raise at the same step."""
         try:
             yield
+        except (DataError, Preempted):
+            raise
         except NumericsError as error:
             newest = self.checkpointer.latest()
             raise NumericsError(f"{error} (newest checkpoint: {newest or 'none'})") from None
+        except BaseException:
+            self._together = False
+            raise
+
+
+def _cut_model(
+    config: Trainer.Config, mesh: Mesh, dtype: torch.dtype, *, meta: bool = False
+) -> Model:
+    """The model of a run, cut over ``mesh``; see `parallelize`."""
+    return parallelize(
+        config.model,
+        mesh,
+        pipeline=config.parallelism.pipeline,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+        compute_dtype=dtype,
+        async_tp=config.parallelism.async_tp,
+        reshard_after_forward=config.parallelism.reshard_after_forward,
+        seed=config.training.seed,
+        meta=meta,
+    )
 
 
 @contextlib.contextmanager

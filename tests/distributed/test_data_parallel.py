@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.tiny import full, rows, tiny, tiny_model, train, weights
+from tests.tiny import full, rows, running, tiny, tiny_model, train, weights
 from torchtitan.errors import NumericsError
 from torchtitan.optim.clipping import global_grad_norm
 from torchtitan.parallel.fsdp import reshard
@@ -155,3 +155,29 @@ def test_a_bad_loss_on_one_rank_changes_no_weight_on_any(ranks, tmp_path, what):
         assert "step 2: loss=" in text
         assert "the loss of rank 1 was not finite" in text
         assert "newest checkpoint: none" in text
+
+
+def bfloat16_step(folder):
+    config = tiny(folder, steps=3, compute_dtype="bfloat16")
+    losses, final = train(config)
+    with running(tiny(folder + "-again", compute_dtype="bfloat16")) as trainer:
+        policy = trainer.models["policy"]
+        batch = rows(8 // trainer.mesh.dp_world_size, 32, config.model.vocab_size)
+        totals = policy.engine.totals([batch])
+        hidden = policy.model(*(batch[name] for name in policy.model.batch_fields))
+        policy.engine.forward_backward([batch], totals)
+        types = {p.dtype for p in policy.model.parameters()}
+        grads = {p.grad.dtype for p in policy.model.parameters()}
+        return losses, {w.dtype for w in final.values()}, types, grads, hidden.dtype
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bfloat16_computes_low_and_keeps_float32(ranks, tmp_path, world_size):
+    (want,) = ranks(losses_of_a_run, 1, tmp_path / "float32", 1, 1)
+    for losses, final, types, grads, hidden in ranks(
+        bfloat16_step, world_size, str(tmp_path / "bfloat16")
+    ):
+        assert final == types == grads == {torch.float32}
+        assert hidden == torch.bfloat16
+        assert losses == pytest.approx(want[:3], rel=2e-2)  # bf16 keeps 2 to 3 digits
+        assert losses != want[:3]

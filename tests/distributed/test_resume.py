@@ -47,15 +47,17 @@ def run(folder, steps, *, noise=False, change=lambda config: None, **training):
     return result
 
 
-def series(folder, stops, workers, noise):
+def series(folder, stops, workers, noise, async_save=False):
     """Losses of a run that is stopped and resumed at each of ``stops``, and its final tensors."""
     losses = {}
     for steps in stops:
 
-        def set_workers(config):
+        def change(config):
             config.data.n_workers = workers
+            config.checkpoint.async_save = async_save
+            config.checkpoint.every_n_steps = 4 if async_save else 0
 
-        more, tensors, _ = run(folder, steps, noise=noise, change=set_workers)
+        more, tensors, _ = run(folder, steps, noise=noise, change=change)
         assert not losses.keys() & more.keys()
         losses |= more
     return losses, tensors
@@ -73,6 +75,14 @@ def test_resumed_equals_straight_bit_for_bit(ranks, tmp_path, world_size, worker
         assert tensors.keys() == want_tensors.keys()
         for name in tensors:
             assert torch.equal(tensors[name], want_tensors[name]), name
+
+
+def test_resumed_from_asynchronous_saves(ranks, tmp_path):
+    straight = ranks(series, 2, tmp_path / "a", [14], 0, True)
+    resumed = ranks(series, 2, tmp_path / "b", [6, 14], 0, True, True)
+    for (losses, tensors), (want_losses, want_tensors) in zip(resumed, straight, strict=True):
+        assert losses == want_losses
+        assert all(torch.equal(tensors[name], want_tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.tiny import full, rows, tiny, tiny_model, train, weights
+from tests.tiny import full, rows, running, tiny, tiny_model, train, weights
+from tests.traffic import TrafficRecorder, stated
 from torchtitan import torch_api
 from torchtitan.batch import IGNORE_INDEX
 from torchtitan.models.layers.attention import GQA
@@ -23,7 +24,11 @@ from torchtitan.ops.linear_cross_entropy import linear_cross_entropy
 from torchtitan.ops.vocabulary import VocabularyShard
 from torchtitan.optim.clipping import global_grad_norm
 from torchtitan.parallel import tensor
+from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor_traffic import tensor_traffic
+from torchtitan.parallel.traffic import Step
+from torchtitan.training.feed import to_microbatches
 
 
 def model_of(**changes):
@@ -86,7 +91,12 @@ def test_mesh_gives_the_same_gradients(
 
 
 FAULTS = {
-    "gradients of norms are not added up": (True, tensor._CutModule, "_sees_a_part", False),
+    "gradients of norms are not added up": (
+        True,
+        tensor,
+        "gradients_are_summands",
+        lambda cut, sequence_parallel: False,
+    ),
     "gradients of gathered inputs are not added up": (
         True,
         collectives,
@@ -102,9 +112,9 @@ FAULTS = {
     "softmax over own entries": (True, VocabularyShard, "reduce", lambda self, *parts: parts),
     "whole gradients of norms are added up": (
         False,
-        tensor._CutModule,
-        "_sees_a_part",
-        True,
+        tensor,
+        "gradients_are_summands",
+        lambda cut, sequence_parallel: True,
     ),
 }
 
@@ -202,53 +212,64 @@ def test_no_rank_ever_holds_logits_of_the_whole_vocabulary(ranks, tmp_path):
     assert second[0] <= CHUNK * 2050
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes that this rank receives by functional collectives, by kind."""
-
-    def __init__(self, ranks):
-        super().__init__()
-        self.ranks, self.bytes = ranks, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        kind = func.__name__.partition(".")[0]
-        outputs = {"all_gather_into_tensor": 1 / self.ranks, "all_reduce": 2 / self.ranks}
-        outputs["reduce_scatter_tensor"] = 1.0
-        if func.namespace == "_c10d_functional" and kind in outputs:
-            received = (self.ranks - 1) * outputs[kind] * out.nbytes
-            self.bytes[kind] = self.bytes.get(kind, 0) + received
-        return out
-
-
-def traffic(folder, sequence_parallel):
-    config = tiny(folder)
+def traffic(folder, degrees, sequence_parallel, recompute, micro_batches):
+    """What a rank was seen to send in a step, what is stated, and the formula of the page."""
+    config = tiny(folder, micro_batch_rows=2)
     config.model = model_of()
-    config.parallelism.tp = dist.get_world_size()
+    config.activation_checkpointing.mode = recompute
+    config.parallelism.tp, config.parallelism.dp_shard = degrees
     config.parallelism.sequence_parallel = sequence_parallel
-    trainer = config.build()
-    engine = trainer.models["policy"].engine
-    batch = rows(2, 32, config.model.vocab_size)
-    totals = engine.totals([batch])
-    with Traffic(dist.get_world_size()) as measured:
-        engine.forward_backward([batch], totals)
-    return measured.bytes
+    with running(config) as trainer:
+        model, engine, mesh = (
+            trainer.models["policy"].model,
+            trainer.models["policy"].engine,
+            trainer.mesh,
+        )
+        batch = rows(2 * micro_batches, 32, config.model.vocab_size)
+        microbatches = to_microbatches(batch, 2, mesh)
+        totals = engine.totals(microbatches)
+        with TrafficRecorder() as recorder:
+            engine.forward_backward(microbatches, totals)
+        step = Step(micro_batches, micro_batch_rows=2, seq_len=32, compute_itemsize=4)
+        tensor_rows = list(tensor_traffic(model, mesh, step))
+        seen = {key: list(value) for key, value in recorder.seen.items()}
+        said = stated([*tensor_rows, *fsdp_traffic(model, mesh, step)])
+        return (
+            seen,
+            said,
+            {row.what: row.sent_bytes for row in tensor_rows if row.operation == "all_reduce"},
+            sum(row.sent_bytes for row in tensor_rows),
+        )
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_traffic_is_that_of_the_formula(ranks, tmp_path, tp):
-    """docs/parallelism/tensor.md: 8 T D b (tp-1)/tp a layer, 4 for the edges, the loss 3 floats a token."""
-    layers, tokens, dim, b = 2, 2 * 32, 32, 4
-    unit = tokens * dim * b * (tp - 1) / tp
-    loss = 2 * 3 * tokens * 4 * (tp - 1) / tp
-    norms = 2 * (2 * layers + 1) * dim * 4 * (tp - 1) / tp
-    for found in ranks(traffic, tp, tmp_path / "sequence", True):
-        assert found == {
-            "all_gather_into_tensor": (4 * layers + 2) * unit,
-            "reduce_scatter_tensor": (4 * layers + 2) * unit,
-            "all_reduce": loss + norms,
-        }
-    for found in ranks(traffic, tp, tmp_path / "whole", False):
-        assert found == {"all_reduce": (8 * layers + 4) * unit + loss}
+@pytest.mark.parametrize(
+    ("degrees", "sequence_parallel", "recompute", "micro_batches"),
+    [
+        ((2, 1), True, "none", 1),
+        ((4, 1), False, "none", 1),
+        ((2, 2), True, "full", 2),
+        ((2, 1), False, "full", 1),
+        ((2, 1), True, "selective", 2),
+    ],
+)
+def test_traffic_is_what_is_stated_and_what_the_formula_says(
+    ranks, tmp_path, degrees, sequence_parallel, recompute, micro_batches
+):
+    tp, shard = degrees
+    unit = 2 * 32 * 32 * 4 * (tp - 1) / tp  # T D b (tp-1)/tp
+    again = {"none": 0, "full": 3, "selective": 2}[recompute] if sequence_parallel else 0
+    if recompute == "full" and not sequence_parallel:
+        again = 2
+    layers = 2
+    stream = ((8 + again) * layers + 4) * unit * micro_batches
+    loss = 6 * 2 * 32 * 4 * (tp - 1) / tp * micro_batches
+    norms = 2 * (2 * layers + 1) * 32 * 4 * (tp - 1) / tp if sequence_parallel else 0
+    for seen, said, sums, total in ranks(
+        traffic, tp * shard, tmp_path, degrees, sequence_parallel, recompute, micro_batches
+    ):
+        assert seen == said
+        assert sums["softmax of the loss"] == loss
+        assert total == stream + loss + norms
 
 
 def cross_entropies(cases, seed):

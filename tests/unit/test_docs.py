@@ -22,5 +22,7 @@ def test_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_named_in_a_page_exist(page):
     text = page.read_text(encoding="utf-8")
-    for path in re.findall(r"`((?:torchtitan|torchtitan_recipes|tests|docs|benchmarks|scripts)/[\w/.-]+)`", text):
+    for path in re.findall(
+        r"`((?:torchtitan|torchtitan_recipes|tests|docs|benchmarks|scripts)/[\w/.-]+)`", text
+    ):
         assert (ROOT / path).exists(), path

@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TIERS = [  # a module may import from its own row and from the rows above
-    {"torchtitan.errors", "torchtitan.batch", "torchtitan.optional", "torchtitan.torch_api", "torchtitan.environment", "torchtitan"},
+    {"torchtitan.errors", "torchtitan.batch", "torchtitan.optional", "torchtitan.torch_api", "torchtitan.secrets", "torchtitan.environment", "torchtitan"},
     {"torchtitan.config"},
     {"torchtitan.ops", "torchtitan.data", "torchtitan.optim", "torchtitan.metrics", "torchtitan.models.layers"},
     {"torchtitan.models", "torchtitan.objectives", "torchtitan.parallel", "torchtitan.checkpoint"},
-    {"torchtitan.training"},
+    {"torchtitan.training", "torchtitan.debug"},
     {"torchtitan.trainer"},
     {"torchtitan.launch", "torchtitan.train", "torchtitan.cli"},
     {"torchtitan_recipes"},

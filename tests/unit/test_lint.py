@@ -22,7 +22,15 @@ def scale(value: float, factor: float) -> float:
 
 
 def rules(name):
-    command = ["ruff", "check", "--output-format", "json", "--stdin-filename", "torchtitan/x.py", "-"]
+    command = [
+        "ruff",
+        "check",
+        "--output-format",
+        "json",
+        "--stdin-filename",
+        "torchtitan/x.py",
+        "-",
+    ]
     out = subprocess.run(
         [sys.executable, "-m", *command],
         input=SAMPLE.format(name=name),

@@ -1,6 +1,7 @@
 """Saving and resuming: what a training loop calls."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import time
@@ -124,7 +125,8 @@ class Checkpointer(Configurable):
 
         Args:
             step: optimizer steps taken.
-            tensors: sharded (DTensor) or replicated tensors by name, the same names on all ranks.
+            tensors: sharded (DTensor) or replicated tensors by name: the same names on all ranks, or on each the
+                names of its pipeline stages.
             rank_tensors: tensors of this rank alone (the state of its random generators).
             state: everything else, as JSON; rank 0's is stored.
 
@@ -222,22 +224,34 @@ class Checkpointer(Configurable):
             self._require_whole(path)
         rank, world_size = self._ranks.rank, self._ranks.world_size
         what = f"loading {path}"
+        elsewhere = self._names_everywhere(what, tensors)
         matched: list[Match] = []
         self._ranks.each(
             what,
-            lambda: matched.append(match_tensors(path, rank, world_size, tensors, rank_tensors)),
+            lambda: matched.append(
+                match_tensors(path, rank, world_size, tensors, rank_tensors, elsewhere)
+            ),
         )
         self._ranks.each(what, lambda: read_tensors(path, matched[0].metadata, matched[0].targets))
+
+    def _names_everywhere(self, what: str, tensors: dict[str, Tensor]) -> set[str]:
+        """The names of all ranks' tensors; each set of names that several ranks have travels once."""
+        digests = self._ranks.each(what, lambda: _digest(tensors))
+        mine = digests.index(_digest(tensors)) == self._ranks.rank and len(set(digests)) > 1
+        others = self._ranks.each(what, lambda: sorted(tensors) if mine else [])
+        return set(tensors).union(*others)
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], state_json: bytes, *, staged: bool
     ) -> None:
         begin = time.monotonic()
         what = f"checkpoint of step {step}"
-        n_bytes = len(state_json) + sum(
+        own = sum(
             (self._ranks.world_size if is_rank_name(name) else 1) * tensor.nbytes
             for name, tensor in tensors.items()
         )
+        by_names = dict(self._ranks.each(what, lambda: (_digest(tensors), own)))
+        n_bytes = len(state_json) + sum(by_names.values())
         temporary = self._ranks.first(what, lambda: self.folder.begin(step, n_bytes))
         try:
             files, infos = write_tensors(self._ranks, temporary, tensors, staged=staged)
@@ -285,3 +299,9 @@ class Checkpointer(Configurable):
             return f"the checkpoint {path} is damaged: {'; '.join(merged.values())}"
         self._verified.add(path)
         return None
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Equal on ranks with tensors of the same names: all of them, or those of one pipeline stage."""
+    names = sorted(name for name in tensors if not is_rank_name(name))
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """What is looked at before a checkpoint is loaded: are its files whole, and do its tensors fit the run?"""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +57,17 @@ def match_tensors(
     world_size: int,
     tensors: dict[str, Tensor],
     rank_tensors: dict[str, Tensor],
+    elsewhere: Collection[str] = (),
 ) -> Match:
     """Pair the tensors of this run with those of the checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        rank: of this process.
+        world_size: ranks of this run.
+        tensors: this rank's sharded and replicated tensors.
+        rank_tensors: tensors of this rank alone.
+        elsewhere: names of tensors that other ranks have and this one has not (other pipeline stages).
 
     Raises:
         CheckpointError: lists everything that is missing, unexpected, or of another shape or dtype.
@@ -67,7 +77,11 @@ def match_tensors(
     own = {rank_name(rank, name): tensor for name, tensor in rank_tensors.items()}
     own_saved = {name: tensor for name, tensor in own.items() if name in saved}
     targets = tensors | own_saved
-    expected = {n: info for n, info in saved.items() if n in targets or not is_rank_name(n)}
+    expected = {
+        name: info
+        for name, info in saved.items()
+        if name in targets or not (is_rank_name(name) or name in elsewhere)
+    }
     lines = differences(expected, {name: TensorInfo.of(tensor) for name, tensor in targets.items()})
     if lines:
         raise CheckpointError(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan.cli.ending import Ending
-from torchtitan.cli.ranks import RankProcess
+from torchtitan.cli.ranks import CLOSE_S, RankProcess
 from torchtitan.cli.seat import Seat, take_seat
 from torchtitan.cli.verdict import verdict
 from torchtitan.environment import RankPlace, grace_s, meeting, rank_environment
@@ -18,7 +18,7 @@ from torchtitan.environment import RankPlace, grace_s, meeting, rank_environment
 SETTLE_S = 5.0
 """Seconds that the other ranks get to end by themselves after one failed, so that the first cause is known."""
 KILL_S = 5.0
-"""Seconds between the SIGTERM after a failure, which a rank that hangs cannot obey, and SIGKILL."""
+"""Seconds between SIGTERM after a failure, which a rank that hangs cannot obey, and SIGKILL."""
 POLL_S = 0.05
 
 
@@ -70,7 +70,7 @@ def _start(
     errors = folder / f"{place.rank}.stderr"
     with contextlib.ExitStack() as files:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "torchtitan.train", *argv],
+            [sys.executable, "-m", "torchtitan.train", *argv],
             env=rank_environment(place, folder, shown),
             stdout=subprocess.DEVNULL if hidden else None,
             stderr=files.enter_context(errors.open("wb")) if hidden else None,
@@ -112,16 +112,34 @@ def _supervise(ranks: Sequence[RankProcess], stop: _StopRequests) -> None:
             kill_at = kill_at or now + grace_s()
             for rank in running:
                 rank.send(signal.SIGTERM)
-        if failed_at is None and any(rank.failed for rank in ranks):
-            failed_at = now
-        if failed_at is not None and now > failed_at + SETTLE_S:
-            failed_at, kill_at = float("inf"), now + KILL_S
-            for rank in running:
-                rank.end(signal.SIGUSR1)  # they write where they are
-                rank.end(signal.SIGTERM)
         if kill_at is not None and now > kill_at:
             for rank in running:
                 rank.end(signal.SIGKILL)
+        if failed_at is None and any(rank.is_failing() for rank in ranks):
+            failed_at = now
+        if failed_at is not None:
+            _end_after_failure(ranks, running, now - failed_at)
+
+
+def _end_after_failure(
+    ranks: Sequence[RankProcess], running: Sequence[RankProcess], seconds: float
+) -> None:
+    """End what still runs ``seconds`` after a rank failed; ranks that failed themselves get time to close."""
+    waiting = [rank for rank in running if not rank.is_failing()]
+    if seconds > SETTLE_S:
+        explained = any(rank.has_own_error() for rank in ranks)
+        for rank in waiting:
+            if rank.ended_by_us:
+                continue
+            if not explained:
+                rank.end(signal.SIGUSR1)  # it writes where it is
+            rank.end(signal.SIGTERM)
+    if seconds > SETTLE_S + KILL_S:
+        for rank in waiting:
+            rank.end(signal.SIGKILL)
+    if seconds > CLOSE_S + KILL_S:
+        for rank in running:
+            rank.send(signal.SIGKILL)
 
 
 def _still_running(ranks: Sequence[RankProcess]) -> Iterator[list[RankProcess]]:

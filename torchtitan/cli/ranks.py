@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.cli.ending import Ending
-from torchtitan.errors import Preempted
+from torchtitan.errors import DistributedError, Preempted
 
+CLOSE_S = 30.0
+"""Seconds that a rank gets to close its run after it failed: flush metrics, draw curves."""
 TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
 
@@ -44,6 +47,16 @@ class RankProcess:
         """Whether it ended otherwise than done or preempted."""
         return self.process.returncode not in (None, 0, Preempted.exit_code)
 
+    def is_failing(self) -> bool:
+        """Whether it failed, or has said so and is closing its run."""
+        ending = self.ending()
+        return self.failed or (ending is not None and ending.code != Preempted.exit_code)
+
+    def has_own_error(self) -> bool:
+        """Whether it said something else than that it lost the others."""
+        ending = self.ending()
+        return ending is not None and ending.code != DistributedError.exit_code
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the rank."""
         with contextlib.suppress(ProcessLookupError):
@@ -73,7 +86,9 @@ class RankProcess:
 
 
 def be_a_rank(launcher_pid: int) -> None:
-    """Let this process end with its launcher, and write all stacks on SIGUSR1."""
+    """Let this process end with its launcher, write whole lines, and write all stacks on SIGUSR1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if sys.platform == "linux":  # elsewhere a launcher killed by SIGKILL leaves its ranks behind
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

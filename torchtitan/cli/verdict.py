@@ -21,7 +21,7 @@ def verdict(ranks: Sequence[RankProcess], *, stopped: bool) -> Ending:
         stopped: whether the launcher was asked to stop.
     """
     failed = [rank for rank in ranks if rank.failed and not rank.ended_by_us]
-    own = [r for r in failed if (e := r.ending()) and e.code != DistributedError.exit_code]
+    own = [rank for rank in failed if rank.has_own_error()]
     if own:
         return _told(min(own, key=lambda rank: rank.report.stat().st_mtime_ns))
     if stopped and (ending := _preempted(ranks)):

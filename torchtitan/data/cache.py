@@ -20,8 +20,8 @@ def cached_copy(
 ) -> Path:
     """The copy of ``path``, made by ``write`` if there is none yet.
 
-    The copy belongs to the file's absolute path, size and modification time, so a changed file gets a new one. Several
-    processes may ask at once: one writes, the others wait for it.
+    The copy belongs to the file's absolute path, size and modification time, so a changed file gets
+    a new one. Several processes may ask at once: one writes, the others wait for it.
 
     Args:
         path: the original.

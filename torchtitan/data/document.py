@@ -1,7 +1,7 @@
 """The tokens of one document, encoded slice by slice as they are needed.
 
-A book of 100 MB takes minutes to encode; its first row should not wait for the last, nor a resumed run for what was read
-before. Ordinary documents are one slice.
+A book of 100 MB takes minutes to encode; its first row should not wait for the last, nor a resumed
+run for what was read before. Ordinary documents are one slice.
 """
 
 import numpy as np
@@ -19,7 +19,8 @@ class Document:
     Args:
         part: the text; its beginning and end get the tokenizer's special tokens.
         tokenizer: encodes it.
-        place: where to begin, as `place` told it: the number of a slice and an offset in its tokens.
+        place: where to begin, as `place` told it: the number of a slice and an offset in its
+            tokens.
     """
 
     def __init__(self, part: Part, tokenizer: Tokenizer, place: tuple[int, int] = (0, 0)) -> None:
@@ -40,17 +41,22 @@ class Document:
         return self._all_encoded() and self._offset == sum(map(len, self._slices))
 
     def take(self, n_tokens: int) -> tuple[Ids, Ids]:
-        """The next tokens, at most ``n_tokens``, and for each the one that follows it; none follows the last."""
+        """The next tokens, at most ``n_tokens``, and their labels.
+
+        A label is the token that follows, and `IGNORE_INDEX` where the document (or its part) ends.
+        """
         while sum(map(len, self._slices)) <= self._offset + n_tokens and not self._all_encoded():
             self._slices.append(self._encode(self._first_slice + len(self._slices)))
         start, end = self._offset, self._offset + n_tokens
         known = np.concatenate(self._slices) if len(self._slices) > 1 else self._slices[0]
-        tokens, labels = known[start:end], known[start + 1 : end + 1]
+        tokens, following = known[start:end], known[start + 1 : end + 1]
+        labels = np.full_like(tokens, IGNORE_INDEX)
+        labels[: len(following)] = following
         self._offset += len(tokens)
         while len(self._slices) > 1 and self._offset >= len(self._slices[0]):
             self._offset -= len(self._slices.pop(0))
             self._first_slice += 1
-        return tokens, np.pad(labels, (0, len(tokens) - len(labels)), constant_values=IGNORE_INDEX)
+        return tokens, labels
 
     def _all_encoded(self) -> bool:
         return self._first_slice + len(self._slices) == len(self._cuts) - 1

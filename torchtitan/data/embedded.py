@@ -26,8 +26,8 @@ _HELD_OUT_ONE_IN = 50
 class Embedded(MapSource):
     """The topics of ``help()`` and the source files of the standard library, split by document.
 
-    The text differs a little between Python versions. Whatever an installation lacks (topics, sources) is
-    left out.
+    The text differs a little between Python versions. Whatever an installation lacks (topics,
+    sources) is left out.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -29,11 +29,13 @@ def check_enough(
 ) -> None:
     """Raise unless one epoch of the sources fills a global batch and each source has some text.
 
-    Every rank looks at the same documents, whichever streams it owns, so that all of them raise or none does. The work is
-    bounded by the tokens of one global batch, or by a sample of 1000 rows where that promises ten times as many.
+    Every rank looks at the same documents, whichever streams it owns, so that all of them raise or
+    none does. The work is bounded by the tokens of one global batch, or by a sample of 1000 rows
+    where that promises ten times as many.
 
     Raises:
-        DataError: with counts and remedies; also for a source without any text, and for too many bad rows.
+        DataError: with counts and remedies; also for a source without any text, and for too many
+        bad rows.
     """
     needed = global_batch_rows * seq_len
     counts: Counter[str] = Counter()

@@ -47,10 +47,10 @@ class Feed(Protocol):
 class MapFeed:
     """Deals a source that is read by index; it has no state of its own.
 
-    With shuffling each epoch has its own permutation; without, epoch ``e`` begins at row ``e``, so that no stream
-    meets the same few rows for ever where G is a multiple of N. A source with fewer documents than streams
-    has each of them cut into ``ceil(G / N)`` parts: otherwise several streams would read the same text at the same time
-    and a batch would be copies of one row.
+    With shuffling each epoch has its own permutation; without, epoch ``e`` begins at row ``e``, so
+    that no stream meets the same few rows for ever where G is a multiple of N. A source with fewer
+    documents than streams has each of them cut into ``ceil(G / N)`` parts: otherwise several
+    streams would read the same text at the same time and a batch would be copies of one row.
     """
 
     def __init__(self, source: MapSource, n_streams: int, shuffle_seed: int | None) -> None:
@@ -77,14 +77,15 @@ class MapFeed:
 class SequentialFeed:
     """Deals a source that is read in order: reads on, and queues what belongs to its own streams.
 
-    Every worker of every rank reads the whole source and keeps its share; that is the price of an order that does not
-    depend on how many there are.
+    Every worker of every rank reads the whole source and keeps its share; that is the price of an
+    order that does not depend on how many there are.
 
     Args:
         source: what to read.
         n_streams: G.
         shuffle_seed: None keeps the order of the data.
-        wanted: for each own stream, how many rows it has taken; reading starts at the smallest row still needed.
+        wanted: for each own stream, how many rows it has taken; reading starts at the smallest row
+            still needed.
         rows_per_epoch: N where it is known from before, else None.
     """
 
@@ -102,8 +103,8 @@ class SequentialFeed:
         self.rows_per_epoch = rows_per_epoch
         self._wanted = dict(wanted)
         self._queues: dict[int, deque[tuple[int, object]]] = {stream: deque() for stream in wanted}
-        # From the row before the first that is needed: that one is known to exist, so that the end of an epoch whose length is
-        # not known yet is seen even if nothing follows.
+        # From the row before the first that is needed: that one is known to exist, so that the end
+        # of an epoch whose length is not known yet is seen even if nothing follows.
         first = min(stream + n_streams * (count - 1) for stream, count in wanted.items())
         self._rows = self._read_on(max(0, first))
 

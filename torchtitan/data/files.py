@@ -35,7 +35,8 @@ class Files(MapSource):
 
         path: str | list[str]
         """File, folder (read with its subfolders) or glob, or a list of them. The format follows from the extension:
-        .jsonl, .json, .csv, .parquet, .txt (one document a file), all but .parquet also with .gz or .zst."""
+        .jsonl, .json, .csv, .parquet, .txt (one document a file), all but .parquet also with .gz or
+        .zst."""
         text_field: str = "text"
         """Field or column that holds the text."""
         cache_folder: str | None = None

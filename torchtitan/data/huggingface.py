@@ -43,6 +43,13 @@ class HuggingFace(MapSource):
                     "needs the package 'datasets', which is not installed",
                     "run: pip install 'torchtitan[data]'",
                 )
+            if self.name.startswith(("/", ".", "~")) and not Path(self.name).expanduser().exists():
+                yield Problem(
+                    "name",
+                    self.name,
+                    "does not exist",
+                    "name a folder that does, or a data set such as org/name",
+                )
             if self.streaming and "[" in self.split:
                 yield Problem(
                     "split",

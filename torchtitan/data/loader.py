@@ -1,7 +1,7 @@
 """From sources to batches: a loader whose batches do not depend on the number of ranks or workers.
 
-Letters: G rows in a global batch, D data ranks, S tokens in a row. Each of the G rows is fed by a stream of its own,
-and each data rank owns G / D neighbouring streams.
+Letters: G rows in a global batch, D data ranks, S tokens in a row. Each of the G rows is fed by a
+stream of its own, and each data rank owns G / D neighbouring streams.
 """
 
 import logging
@@ -36,7 +36,8 @@ class LoaderStep:
         batch: G / D rows of this data rank, on the CPU.
         state: this rank's position after the batch, JSON-able; see `Loader.merge_states`.
         wait_s: seconds spent waiting for it.
-        counts: documents, empty and bad rows so far, of this rank's streams and since the beginning of training.
+        counts: documents, empty and bad rows so far, of this rank's streams and since the beginning
+            of training.
     """
 
     batch: Batch
@@ -107,7 +108,8 @@ class Loader(Configurable):
 
             Raises:
                 ConfigError: if D does not divide G.
-                DataError: if a source cannot be read, or there is too little data; on every rank alike.
+                DataError: if a source cannot be read, or there is too little data; on every rank
+                    alike.
             """
             if global_batch_rows % dp_world_size:
                 raise ConfigError(

@@ -1,8 +1,9 @@
 """The order in which documents are read: a permutation for each epoch, looked up one index at a time.
 
-A keyed Feistel network over the next power of four, walked until it lands below ``n`` (Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains"). It takes no memory and a few microseconds a document, where a stored permutation
-of 100 million rows would take 800 MB in every worker and seconds at each epoch edge.
+A keyed Feistel network over the next power of four, walked until it lands below ``n`` (Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains"). It takes no memory and a few microseconds a
+document, where a stored permutation of 100 million rows would take 800 MB in every worker and
+seconds at each epoch edge.
 """
 
 import hashlib

@@ -11,8 +11,8 @@ class BadRow(Exception):  # noqa: N818 - a finding that the policy of the loader
     """A row without usable text.
 
     Args:
-        kind: what is wrong, one of a few words that are counted (``broken``, ``missing_field``, ``null``,
-            ``not_text``, ``invalid_utf8``).
+        kind: what is wrong, one of a few words that are counted (``broken``, ``missing_field``,
+            ``null``, ``not_text``, ``invalid_utf8``).
         place: file and row, such as ``data/a.jsonl line 17``.
         reason: the same for a reader, with what was found.
     """

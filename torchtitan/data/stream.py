@@ -1,6 +1,7 @@
 """One row of every global batch: mixes the sources, encodes their documents and packs them.
 
-Shapes: S tokens in a row. A row is an int32 array ``(4, S)`` of tokens, labels, positions and document ids, in this order.
+Shapes: S tokens in a row. A row is an int32 array ``(4, S)`` of tokens, labels, positions and
+document ids, in this order.
 """
 
 from collections import Counter
@@ -25,7 +26,8 @@ StreamState = dict[str, Any]
 
 - ``taken``: rows taken, for each source.
 - ``tokens``: tokens packed, for each source; they decide which source is next.
-- ``open``: ``[source, slice, offset]`` in the document in progress (the last taken of its source), or None.
+- ``open``: ``[source, slice, offset]`` in the document in progress (the last taken of its source),
+  or None.
 - ``counts``: documents, empty and bad rows so far.
 """
 
@@ -46,11 +48,13 @@ def rows_wanted(state: StreamState) -> list[int]:
 class Stream:
     """Packs documents into rows, endlessly.
 
-    The next document comes from the source with the fewest tokens for its weight, so that the weights are shares of the
-    tokens. Documents follow each other without gaps; one that does not fit goes on in the next row.
+    The next document comes from the source with the fewest tokens for its weight, so that the
+    weights are shares of the tokens. Documents follow each other without gaps; one that does not
+    fit goes on in the next row.
 
     Args:
         number: which of the global batch's rows this is.
+        n_streams: how many rows it has.
         feeds: the sources.
         weights: one for each source.
         tokenizer: encodes the documents.
@@ -64,6 +68,7 @@ class Stream:
         self,
         *,
         number: int,
+        n_streams: int,
         feeds: Sequence[Feed],
         weights: Sequence[float],
         tokenizer: Tokenizer,
@@ -73,6 +78,7 @@ class Stream:
         state: StreamState,
     ) -> None:
         self.number = number
+        self.n_streams = n_streams
         self.feeds = feeds
         self.weights = weights
         self.tokenizer = tokenizer
@@ -101,7 +107,8 @@ class Stream:
         """Pack one row, ``(4, S)``.
 
         Raises:
-            DataError: if a source cannot be read, holds no text, or has a bad row that is not to be skipped.
+            DataError: if a source cannot be read, holds no text, or has a bad row that is not to be
+            skipped.
         """
         row = np.empty((4, self.seq_len), dtype=np.int32)
         tokens, labels, positions, document_ids = row
@@ -122,9 +129,7 @@ class Stream:
     def _open_next(self) -> Document:
         """Take rows until one has text."""
         for _ in range(_MAX_ROWS_WITHOUT_TEXT):
-            source = min(
-                range(len(self.feeds)), key=lambda s: (self._tokens[s] / self.weights[s], s)
-            )
+            source = self._next_source()
             count = self._taken[source]
             self._taken[source] += 1
             try:
@@ -143,6 +148,13 @@ class Stream:
             f"{_MAX_ROWS_WITHOUT_TEXT} rows one after the other hold no text ({dict(self._counts)} so far); "
             "mend the data or remove the source"
         )
+
+    def _next_source(self) -> int:
+        """The source with the fewest tokens for its weight; at first, the streams share the sources by weight."""
+        if not any(self._tokens):
+            ends = np.cumsum(self.weights) / sum(self.weights)
+            return int(np.searchsorted(ends, (self.number + 0.5) / self.n_streams))
+        return min(range(len(self.feeds)), key=lambda s: self._tokens[s] / self.weights[s])
 
     def _reopen(self, source: int, slice_number: int, offset: int) -> None:
         """Read the document in progress again."""

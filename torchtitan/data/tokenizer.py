@@ -97,8 +97,9 @@ class Tokenizer(Configurable):
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without beginning or end.
 
-        A text of more than 262144 characters is encoded in slices, cut at a line or word start where there is one:
-        tokenizers of the GPT and Llama 3 kind give the same ids as for the whole.
+        A text of more than 262144 characters is encoded in slices, cut at a line or word start
+        where there is one: tokenizers of the GPT and Llama 3 kind give the same ids as for the
+        whole.
         """
         cuts = self.cuts(text)
         ids: list[int] = []

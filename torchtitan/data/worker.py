@@ -33,8 +33,8 @@ class Piece:
         states: the position of each of the worker's streams after these rows.
         rows_per_epoch: for each source, where it is known.
         bad_rows: texts of the first bad rows that this worker met since its last piece.
-        error: why there are no rows, if there are none. Errors of the data travel as values: an exception would
-            arrive wrapped in the worker's traceback.
+        error: why there are no rows, if there are none. Errors of the data travel as values: an
+            exception would arrive wrapped in the worker's traceback.
     """
 
     rows: np.ndarray[tuple[int, int, int], np.dtype[np.int32]]
@@ -90,6 +90,7 @@ def make_pieces(plan: Plan, worker: int = 0, n_workers: int = 1) -> Iterator[Pie
         streams = [
             Stream(
                 number=number,
+                n_streams=plan.n_streams,
                 feeds=feeds,
                 weights=plan.weights,
                 tokenizer=plan.tokenizer,
@@ -112,22 +113,26 @@ def make_pieces(plan: Plan, worker: int = 0, n_workers: int = 1) -> Iterator[Pie
 
 def start_workers(plan: Plan, n_workers: int, prefetch: int) -> Iterator[Piece]:
     """Make pieces in ``n_workers`` processes; they come out in the order of the workers, step by step."""
-    loader = DataLoader(
-        _Pieces(plan),
-        batch_size=None,
-        num_workers=n_workers,
-        prefetch_factor=prefetch,
-        collate_fn=_unchanged,
-        worker_init_fn=_outlive_signals,
-        # Drawing the workers' seeds from the global generator would shift the randomness of the run.
-        generator=torch.Generator(),
-        # Forked workers start at once, share the memory of the row indices, and can run a source that was
-        # defined in a recipe file. They touch no CUDA. Elsewhere (macOS) system libraries do not survive a fork.
-        multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
-    )
     with warnings.catch_warnings():
         # Python >= 3.12 warns of every fork in a process with threads (torch always has some).
         warnings.filterwarnings("ignore", ".*fork", category=DeprecationWarning)
+        # More workers than cores is the user's choice: they wait for a disk or a network, perhaps.
+        warnings.filterwarnings("ignore", "This DataLoader will create", category=UserWarning)
+        loader = DataLoader(
+            _Pieces(plan),
+            batch_size=None,
+            num_workers=n_workers,
+            prefetch_factor=prefetch,
+            collate_fn=_unchanged,
+            worker_init_fn=_outlive_signals,
+            # Drawing the workers' seeds from the global generator would shift the randomness of
+            # the run.
+            generator=torch.Generator(),
+            # Forked workers start at once, share the memory of the row indices, and can run a
+            # source that was defined in a recipe file. They touch no CUDA. Elsewhere (macOS) system
+            # libraries do not survive a fork.
+            multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
+        )
         return iter(loader)
 
 
@@ -158,7 +163,8 @@ def _unchanged(piece: Any) -> Any:
 def _outlive_signals(worker: int) -> None:
     """Leave it to the main process to end: it may want another batch before it saves.
 
-    Ctrl-C and the SIGTERM of a launcher reach the whole process group. A second SIGTERM ends the worker.
+    Ctrl-C and the SIGTERM of a launcher reach the whole process group. A second SIGTERM ends the
+    worker.
     """
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)

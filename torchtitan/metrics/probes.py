@@ -1,8 +1,9 @@
 """Metrics measured on the models themselves, at logged steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,19 @@ class Probe(Configurable):
         raise NotImplementedError(f"{type(self).__qualname__} must define __call__()")
 
 
+@runtime_checkable
+class InStages(Protocol):
+    """A model whose stages are on several ranks: this one's parameters are not all."""
+
+    def names_elsewhere(self) -> Iterable[str]:
+        """Names of the parameters that this rank has not."""
+        ...
+
+    def sum_over_stages(self, tensor: Tensor) -> Tensor:
+        """Add ``tensor`` up over the ranks that hold the stages, in place, and return it."""
+        ...
+
+
 class WeightNorm(Probe):
     """L2 norm of all the weights that a pattern matches, as one vector."""
 
@@ -61,18 +75,27 @@ class WeightNorm(Probe):
         Raises:
             ConfigError: if the pattern matches no parameter.
         """
-        parameters = {
-            f"{model_name}.{name}": parameter
-            for model_name, model in models.items()
-            for name, parameter in model.named_parameters()
-        }
-        chosen = [p for name, p in parameters.items() if fnmatchcase(name, self._pattern)]
-        if not chosen:
+        names: list[str] = []
+        norms: list[Tensor] = []
+        for model_name, model in models.items():
+            parameters = {f"{model_name}.{n}": p for n, p in model.named_parameters()}
+            elsewhere = model.names_elsewhere() if isinstance(model, InStages) else ()
+            known = [*parameters, *(f"{model_name}.{name}" for name in elsewhere)]
+            names += known
+            if not any(fnmatchcase(name, self._pattern) for name in known):
+                continue
+            chosen = [p for name, p in parameters.items() if fnmatchcase(name, self._pattern)]
+            device = next(iter(parameters.values())).device
+            norm = global_norm(chosen) if chosen else torch.zeros((), device=device)
+            if isinstance(model, InStages):
+                norm = model.sum_over_stages(norm.square()).sqrt()
+            norms.append(norm)
+        if not norms:
             raise ConfigError(
-                f"metrics.probes pattern={self._pattern!r} matches none of {len(parameters)} parameters "
-                f"(such as {', '.join(list(parameters)[:3])}); change the pattern"
+                f"metrics.probes pattern={self._pattern!r} matches none of {len(names)} parameters "
+                f"(such as {', '.join(names[:3])}); change the pattern"
             )
-        return {self._name: global_norm(chosen)}
+        return {self._name: torch.linalg.vector_norm(torch.stack(norms))}
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:

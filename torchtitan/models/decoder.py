@@ -5,16 +5,18 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor, nn
 
 from torchtitan.config.configurable import Problem
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.embedding import Embedding
-from torchtitan.models.layers.feed_forward import SwiGLU
+from torchtitan.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan.models.layers.head import Head
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.plan import SEQUENCE, Cut
 from torchtitan.models.layers.rope import RoPE
@@ -37,8 +39,12 @@ class Decoder(Model):
         """Number of blocks."""
         attention: GQA.Config
         """Attention of every block."""
-        feed_forward: SwiGLU.Config
-        """Feed-forward layer of every block."""
+        feed_forward: FeedForward.Config
+        """Feed-forward layer of every block, dense or with experts."""
+        first_k_dense: int = 0
+        """Blocks at the start that have `dense_feed_forward` instead."""
+        dense_feed_forward: SwiGLU.Config | None = None
+        """Feed-forward layer of the first `first_k_dense` blocks."""
         norm: RMSNorm.Config = field(default_factory=RMSNorm.Config)
         """Norm before each layer and before the head."""
         rope: RoPE.Config = field(default_factory=RoPE.Config)
@@ -58,6 +64,23 @@ class Decoder(Model):
                     yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
             if self.init_std <= 0:
                 yield Problem("init_std", self.init_std, "is not positive", "set one such as 0.02")
+            for p in self.feed_forward.check_dim(self.dim):
+                yield Problem(f"feed_forward.{p.path}", p.value, p.reason, p.remedy)
+            if not 0 <= self.first_k_dense <= self.n_layers:
+                yield Problem(
+                    "first_k_dense",
+                    self.first_k_dense,
+                    f"is not between 0 and n_layers={self.n_layers}",
+                    "choose from that range",
+                )
+            if (self.dense_feed_forward is None) != (self.first_k_dense == 0):
+                yield Problem(
+                    "first_k_dense",
+                    self.first_k_dense,
+                    f"and dense_feed_forward={'None' if self.dense_feed_forward is None else 'SwiGLU.Config'} "
+                    "do not go together",
+                    "set both, or 0 and None",
+                )
             heads = self.attention.n_heads
             if self.attention.head_dim is None and heads > 0 and self.dim % (2 * heads):
                 yield Problem(
@@ -67,15 +90,44 @@ class Decoder(Model):
                     "choose n_heads so that dim is a multiple of 2 * n_heads, or set attention.head_dim",
                 )
 
+        @property
+        def n_blocks(self) -> int:
+            """See `Model.Config.n_blocks`."""
+            return self.n_layers
+
         def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
             """See `Model.Config.check_degrees`."""
             del seq_len
+            yield from self._check_tp(degrees)
+            for problem in self.attention.check_dealt(degrees.tp, degrees.ulysses):
+                yield Problem(
+                    f"attention.{problem.path}", problem.value, problem.reason, problem.remedy
+                )
+            if degrees.pp > self.n_layers:
+                yield Problem(
+                    "n_layers",
+                    self.n_layers,
+                    f"is fewer than parallelism.pp={degrees.pp}, and each rank of a pipeline needs a block",
+                    f"set parallelism.pp to {self.n_layers} or less",
+                )
+            lendable = degrees.dp_shard * degrees.cp * degrees.tp
+            for problem in self.feed_forward.check_ep(degrees.ep, lendable):
+                path = f"feed_forward.{problem.path}".removesuffix(".")
+                yield Problem(path, problem.value, problem.reason, problem.remedy)
+
+        def _check_tp(self, degrees: Degrees) -> Iterator[Problem]:
+            """Yield what keeps the layers from being divided over the tp ranks."""
             tp = degrees.tp
+            parts: dict[str, GQA.Config | FeedForward.Config | None] = {
+                "attention": self.attention,
+                "feed_forward": self.feed_forward,
+                "dense_feed_forward": self.dense_feed_forward,
+            }
             sizes = {
-                **{f"attention.{key}": n for key, n in self.attention.divided_sizes().items()},
-                **{
-                    f"feed_forward.{key}": n for key, n in self.feed_forward.divided_sizes().items()
-                },
+                f"{name}.{key}": size
+                for name, part in parts.items()
+                if part is not None
+                for key, size in part.divided_sizes().items()
             }
             valid = divisors(math.gcd(*sizes.values()))
             for path, size in sizes.items():
@@ -93,6 +145,9 @@ class Decoder(Model):
                     f"leaves some of the parallelism.tp={tp} ranks without an entry",
                     "set a smaller parallelism.tp",
                 )
+            for problem in self.feed_forward.check_stream(tp, degrees.sequence_shards):
+                path = f"feed_forward.{problem.path}".removesuffix(".")
+                yield Problem(path, problem.value, problem.reason, problem.remedy)
 
         def build(self) -> "Decoder":
             """Make the decoder."""
@@ -101,8 +156,9 @@ class Decoder(Model):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        self.is_first = self.is_last = True
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, i) for i in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
         head_std = min(
             config.init_std, config.dim**-0.5
@@ -111,45 +167,77 @@ class Decoder(Model):
             dim=config.dim, vocab_size=config.vocab_size, init_std=head_std
         )
         if config.tied:
-            self.head.weight = self.embedding.weight
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
         self.rope = config.rope.build(config.attention.resolved_head_dim(config.dim))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None
     ) -> Tensor:
-        """``(B, S) -> (B, S, D)`` hidden states, after the final norm; ``(B, S/tp, D)`` under sequence parallel.
+        """``(B, S) -> (B, S, D)`` hidden states, after the final norm (which is in the last stage of a pipeline).
+
+        Under sequence parallel the residual stream is ``(B, S/tp, D)`` from the embedding to the head.
 
         Args:
-            tokens: ``(B, S)`` ids.
+            tokens: ``(B, S)`` ids; in a later stage of a pipeline, the ``(B, S, D)`` hidden states of the one before.
             positions: ``(B, S)``, from 0 in each document.
             document_ids: ``(B, S)``, equal for tokens that may attend to each other; None when every row is one
                 document.
         """
         rope = self.rope(positions)  # 2 x (B, S, 1, Dh)
         mask = Mask(document_ids)
-        hidden_states = self.embedding(tokens)  # (B, S/tp, D)
+        for block in self.layers:
+            if isinstance(block, DecoderBlock):
+                block.attention.prepare(mask, positions.shape[1], positions.device)
+        hidden_states = self.embedding(tokens) if self.is_first else tokens  # (B, S/tp, D)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, mask)
-        return self.norm(hidden_states)
+        return self.norm(hidden_states) if self.is_last else hidden_states
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`; embedding, blocks and head have their own."""
-        return {"norm": SEQUENCE}
+        return {"norm": SEQUENCE} if self.is_last else {}
 
     def blocks(self) -> Sequence[nn.Module]:
         """See `Model.blocks`."""
         return list(self.layers)
 
     def edge_units(self) -> Sequence[nn.Module]:
-        """See `Model.edge_units`; a tied table has two users, so it stays with the whole."""
-        return [] if self.config.tied else [self.embedding, self.head]
+        """See `Model.edge_units`; a tied table with both its users stays with the whole."""
+        if self.config.tied and self.is_first and self.is_last:
+            return []
+        first = [self.embedding] if self.is_first else []
+        return [*first, self.head] if self.is_last else first
+
+    def keep(self, blocks: range, first: bool, last: bool) -> None:
+        """See `Model.keep`."""
+        kept = nn.ModuleList()
+        for i in blocks:
+            kept.add_module(str(i), self.layers[i])
+        self.layers = kept
+        self.is_first, self.is_last = first, last
+        if not first:
+            del self.embedding
+        if not last:
+            del self.norm, self.head
+
+    def stage_shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
+        """See `Model.stage_shape`."""
+        return rows, seq_len, self.config.dim
+
+    def shared_parameters(self) -> Mapping[str, str]:
+        """See `Model.shared_parameters`."""
+        return {"head.weight": "embedding.weight"} if self.config.tied else {}
 
     def parameter_counts(self) -> ParameterCounts:
         """See `Model.parameter_counts`."""
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear | Head))
+        experts = [m.expert_parameters() for m in self.modules() if isinstance(m, MoE)]
+        used = sum(active for _, active in experts)
+        total = sum(p.numel() for p in self.parameters())
         return ParameterCounts(
-            total=sum(p.numel() for p in self.parameters()),
-            matmul=matmul,
+            total=total,
+            active=total - sum(every for every, _ in experts) + used,
+            matmul=matmul + used,
             embedding=self.embedding.weight.numel(),
         )
 
@@ -166,7 +254,7 @@ class Decoder(Model):
 class DecoderBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
 
-    def __init__(self, config: Decoder.Config) -> None:
+    def __init__(self, config: Decoder.Config, index: int) -> None:
         super().__init__()
         residual_std = config.init_std / (2 * config.n_layers) ** 0.5
         self.attention_norm = config.norm.build(config.dim)
@@ -174,7 +262,8 @@ class DecoderBlock(nn.Module):
             dim=config.dim, init_std=config.init_std, residual_std=residual_std
         )
         self.feed_forward_norm = config.norm.build(config.dim)
-        self.feed_forward = config.feed_forward.build(
+        dense = config.dense_feed_forward if index < config.first_k_dense else None
+        self.feed_forward = (dense or config.feed_forward).build(
             dim=config.dim, init_std=config.init_std, residual_std=residual_std
         )
 

@@ -3,7 +3,7 @@
 # Shapes: B batch, S sequence, D dim.
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,11 +20,13 @@ class ParameterCounts:
 
     Attributes:
         total: all of them.
+        active: those that one token uses: all but the experts that it does not go to.
         matmul: those that each token is multiplied with, the head included (a tied table counts here).
         embedding: those of the token embedding.
     """
 
     total: int
+    active: int
     matmul: int
     embedding: int
 
@@ -35,6 +37,9 @@ class Model(nn.Module, Configurable):
     ``forward`` takes the `batch_fields` of a batch and returns ``(B, S, D)`` hidden states, after the final norm
     (under sequence parallel this rank's ``(B, S/tp, D)``, which the head takes as they are).
     Built on the meta device; `torchtitan.models.layers.init.init_weights` or a checkpoint fills it.
+
+    A stage of a pipeline is the same class after `keep`: a later one takes the hidden states of the stage before as
+    its first argument, and an earlier one returns hidden states that are not normalised yet.
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
@@ -49,6 +54,11 @@ class Model(nn.Module, Configurable):
 
         vocab_size: int
         """Rows of the embedding and of the head; at least the tokenizer's."""
+
+        @property
+        @abstractmethod
+        def n_blocks(self) -> int:
+            """Number of `Model.blocks`."""
 
         def check_degrees(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
             """Yield what keeps this model from being cut over ``degrees``; paths are from this node.
@@ -71,6 +81,32 @@ class Model(nn.Module, Configurable):
     @abstractmethod
     def edge_units(self) -> Sequence[nn.Module]:
         """Modules outside the blocks that are large enough to be gathered on their own (embedding, head)."""
+
+    @abstractmethod
+    def keep(self, blocks: range, first: bool, last: bool) -> None:
+        """Become one stage of a pipeline, in place, on the meta device; what is kept keeps its name.
+
+        Args:
+            blocks: the `blocks` to keep, by number.
+            first: keep what comes before them (the embedding).
+            last: keep what comes after them (final norm and head).
+        """
+
+    @abstractmethod
+    def stage_shape(self, rows: int, seq_len: int) -> tuple[int, ...]:
+        """Shape of the hidden states between two stages, for ``rows`` rows of ``seq_len`` tokens."""
+
+    def shared_parameters(self) -> Mapping[str, str]:
+        """Second names of parameters with several users, each with the name that `named_parameters` gives.
+
+        Within a stage they are one parameter. Where a pipeline puts the users into different stages, the second name
+        is a copy: `torchtitan.parallel.shared_parameters.SharedParameters` keeps it equal and sums the gradients.
+        """
+        return {}
+
+    def names_elsewhere(self) -> Iterable[str]:
+        """Names of the model's parameters that are not on this rank, but in another stage of the pipeline."""
+        return ()
 
     @abstractmethod
     def parameter_counts(self) -> ParameterCounts:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,23 @@ from torch import Tensor, nn
 
 from torchtitan import torch_api
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], stages: "DeviceMesh | None" = None
+) -> Tensor:
     """Euclidean norm of all gradients together, in float32, the same on every rank.
 
     Sums of squares are taken over local shards (on a CPU in float64: its float32 kernel adds one by one and is off by
     1e-4 for millions of elements), then added over the mesh axes along which a gradient is sharded;
     replicas count once.
+
+    Args:
+        parameters: those of this rank.
+        stages: mesh axis whose ranks hold other parameters (pipeline stages); None if all ranks hold the same.
 
     Returns:
         Scalar float32 on the gradients' device; 0 if there are none.
@@ -25,8 +35,9 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         RuntimeError: if a gradient is a pending sum (a Partial placement), whose norm is not defined yet.
     """
     groups: dict[tuple[object, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+    device = None
     for parameter in parameters:
-        grad = parameter.grad
+        grad, device = parameter.grad, parameter.device
         if grad is None:
             continue
         if isinstance(grad, torch_api.DTensor):
@@ -36,15 +47,17 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             groups[grad.device_mesh, sharded].append(grad.to_local())
         else:
             groups[None, ()].append(grad)
-    total: Tensor | None = None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for (mesh, sharded_axes), grads in groups.items():
         dtype = torch.float64 if grads[0].device.type == "cpu" else torch.float32
         norms = torch._foreach_norm(grads, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage] - one kernel for all
         square = torch.stack(norms).square().sum()
         for axis in sharded_axes:
             dist.all_reduce(square, group=mesh.get_group(axis))  # pyright: ignore[reportAttributeAccessIssue] - a DeviceMesh
-        total = square if total is None else total + square
-    return torch.zeros(()) if total is None else total.sqrt().float()
+        total = total + square
+    if stages is not None and stages.size() > 1:
+        dist.all_reduce(total, group=stages.get_group())
+    return total.sqrt().float()
 
 
 @torch.no_grad()

@@ -34,8 +34,17 @@ class Optimizer(Configurable):
             if self.weight_decay < 0:
                 yield Problem("weight_decay", self.weight_decay, "is negative", "set 0 or more")
 
-        def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> "Optimizer":
-            """Make the optimizer of the trainable ones among ``named_parameters``."""
+        def build(
+            self,
+            named_parameters: Iterable[tuple[str, nn.Parameter]],
+            other_names: Iterable[str] = (),
+        ) -> "Optimizer":
+            """Make the optimizer of the trainable ones among ``named_parameters``.
+
+            Args:
+                named_parameters: those of this rank.
+                other_names: parameters that are on other ranks alone (pipeline stages).
+            """
             raise TypeError(f"{type(self).__qualname__} is a base; choose AdamW.Config")
 
     def __init__(
@@ -99,15 +108,25 @@ class AdamW(Optimizer):
             if self.eps < 0:
                 yield Problem("eps", self.eps, "is negative", "set one such as 1e-8")
 
-        def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> "AdamW":
-            """Make the optimizer of the trainable ones among ``named_parameters``."""
-            return AdamW(self, named_parameters)
+        def build(
+            self,
+            named_parameters: Iterable[tuple[str, nn.Parameter]],
+            other_names: Iterable[str] = (),
+        ) -> "AdamW":
+            """Make the optimizer; see `Optimizer.Config.build`."""
+            return AdamW(self, named_parameters, other_names)
 
     def __init__(
-        self, config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        config: Config,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        other_names: Iterable[str] = (),
     ) -> None:
         groups = group_parameters(
-            named_parameters, config.param_groups, weight_decay=config.weight_decay
+            named_parameters,
+            config.param_groups,
+            weight_decay=config.weight_decay,
+            other_names=other_names,
         )
         names = {parameter: name for _, members in groups for name, parameter in members}
         inner = torch.optim.AdamW(

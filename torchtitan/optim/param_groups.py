@@ -45,11 +45,18 @@ def group_parameters(
     patterns: list[ParamGroup.Config],
     *,
     weight_decay: float,
+    other_names: Iterable[str] = (),
 ) -> list[tuple[GroupSettings, list[tuple[str, nn.Parameter]]]]:
     """Sort trainable parameters into groups of equal settings, in order of first appearance.
 
     The first pattern that matches a name wins. Without a match, matrices (two or more dimensions) get
     ``weight_decay`` and vectors (norm weights, biases) get none.
+
+    Args:
+        named_parameters: those of this rank.
+        patterns: settings by name.
+        weight_decay: of matrices.
+        other_names: parameters of other ranks (pipeline stages); a pattern may match one of those alone.
 
     Raises:
         ConfigError: if a pattern matches no trainable parameter.
@@ -72,6 +79,9 @@ def group_parameters(
                 weight_decay=default_decay if own_decay is None else own_decay,
             )
         groups.setdefault(settings, []).append((name, parameter))
+    for name in other_names:
+        names.append(name)
+        matched.update(g.pattern for g in patterns if fnmatch.fnmatchcase(name, g.pattern))
     unmatched = [group.pattern for group in patterns if group.pattern not in matched]
     if unmatched:
         raise ConfigError(

@@ -16,6 +16,8 @@ class Degrees:
         cp: ranks that share the tokens of a row; parameters are sharded over them as well.
         tp: ranks that share each matmul; the innermost axis.
         ep: ranks that share a layer's experts, out of dp_shard * cp * tp.
+        sequence_shards: ranks of tp that divide the residual stream's tokens among them: all with sequence parallel, else 1.
+        ulysses: ranks of cp that deal the heads of a layer among them: all of them with that kind, else 1.
     """
 
     pp: int = 1
@@ -24,6 +26,8 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    ulysses: int = 1
+    sequence_shards: int = 1
 
     @property
     def world(self) -> int:
@@ -60,7 +64,10 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_fitting(wanted: Degrees, world_size: int, limit: int = 3) -> Iterator[Degrees]:
-    """Yield the meshes of ``world_size`` ranks that change the fewest axes of ``wanted``, then the least."""
+    """Yield the meshes of ``world_size`` ranks that change the fewest axes of ``wanted``, then the least.
+
+    Tensor parallel is never proposed to a mesh that has none.
+    """
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     now = [getattr(wanted, name) for name in names]
     found: list[tuple[int, float, list[int]]] = []
@@ -75,5 +82,6 @@ def nearest_fitting(wanted: Degrees, world_size: int, limit: int = 3) -> Iterato
             search([*chosen, degree], left // degree)
 
     search([], world_size)
-    for _, _, mesh in sorted(found)[:limit]:
+    fitting = [mesh for mesh in sorted(found) if wanted.tp > 1 or mesh[2][-1] == 1]
+    for _, _, mesh in fitting[:limit]:
         yield Degrees(**dict(zip(names, mesh, strict=True)), ep=1)

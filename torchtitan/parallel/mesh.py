@@ -1,7 +1,7 @@
 """Who works together: the degrees of parallelism, the process group, and the one object that owns all meshes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torchtitan import torch_api
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.environment import local_rank, world_size
+from torchtitan.parallel.context import ContextParallel
 from torchtitan.parallel.degrees import Degrees, divisors, nearest_fitting
+from torchtitan.parallel.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +35,9 @@ class Mesh(Configurable):
                 "pp",
                 "ep",
                 "sequence_parallel",
+                "async_tp",
+                "context",
+                "pipeline",
                 "reshard_after_forward",
                 "timeout_s",
             }
@@ -49,14 +54,22 @@ class Mesh(Configurable):
         """Tensor parallel: ranks that share each matmul."""
         pp: int = 1
         """Pipeline parallel: groups of ranks that hold different blocks."""
+        pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
+        """How a model is cut over `pp`, and in which order the stages work."""
         ep: int = 1
         """Expert parallel: ranks that hold different experts, borrowed from dp_shard * cp * tp."""
         sequence_parallel: bool = True
         """With tp above 1: keep the residual stream divided over the tp ranks along the sequence. Same traffic, activations
         between the matmuls 1/tp as large."""
+        async_tp: bool = False
+        """Let the compiler cut the gathers and scatters of tp into pieces that overlap with their matmuls. Needs compile,
+        sequence_parallel and GPUs that reach each other's memory (NVLink)."""
+        context: ContextParallel.Config = field(default_factory=ContextParallel.Config)
+        """How the ranks of cp attend to each other's tokens."""
         reshard_after_forward: bool = True
         """Free a block's gathered parameters between its forward and its backward; False saves one all-gather a block
-        for the memory of the whole model."""
+        for the memory of the whole model. Pipeline schedules other than GPipe and 1F1B gather and free whole stages
+        themselves; there it is without effect."""
         timeout_s: float = 300.0
         """Seconds after which a collective that some rank does not join ends the run with an error."""
 
@@ -75,6 +88,8 @@ class Mesh(Configurable):
                 cp=self.cp,
                 tp=self.tp,
                 ep=self.ep,
+                ulysses=self.cp if self.context.kind == "ulysses" else 1,
+                sequence_shards=self.tp if self.sequence_parallel else 1,
             )
 
         def check(self) -> Iterator[Problem]:
@@ -88,6 +103,14 @@ class Mesh(Configurable):
             if self.dp_replicate == self.dp_shard == -1:
                 yield Problem(
                     "dp_shard", -1, "and dp_replicate=-1 cannot both be inferred", "set one of them"
+                )
+            if self.async_tp and (self.tp == 1 or not self.sequence_parallel):
+                yield Problem(
+                    "async_tp",
+                    True,
+                    f"overlaps gathers and scatters, which tp={self.tp} with sequence_parallel={self.sequence_parallel} "
+                    "does not have",
+                    "set tp above 1 and sequence_parallel=True, or async_tp=False",
                 )
             if self.timeout_s <= 0:
                 yield Problem(
@@ -117,16 +140,22 @@ class Mesh(Configurable):
                     f"choose one of {divisors(lendable)}",
                 )
 
-        def check_seq_len(self, degrees: Degrees, seq_len: int) -> Iterator[Problem]:
-            """Yield a problem if rows of ``seq_len`` tokens cannot be divided over the ranks that share them."""
-            if self.sequence_parallel and degrees.tp > 1 and seq_len % (degrees.cp * degrees.tp):
-                valid = divisors(seq_len // degrees.cp) if seq_len % degrees.cp == 0 else []
+        def check_seq_len(self, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem if rows of ``seq_len`` tokens cannot be spread over the ranks."""
+            unfit = list(self.context.check_seq_len(seq_len, self.cp))
+            yield from unfit
+            if (
+                not unfit
+                and self.sequence_parallel
+                and self.tp > 1
+                and seq_len % (self.cp * self.tp)
+            ):
                 yield Problem(
-                    "tp",
-                    degrees.tp,
-                    f"* cp={degrees.cp} does not divide training.seq_len={seq_len}, whose tokens sequence_parallel deals "
-                    "to these ranks",
-                    f"set tp to one of {valid}, another seq_len, or sequence_parallel=False",
+                    "seq_len",
+                    seq_len,
+                    f"cannot be cut into parallelism.cp={self.cp} * tp={self.tp} equal parts, as sequence_parallel does",
+                    f"set a multiple of {self.cp * self.tp}, tp to one of {divisors(seq_len // self.cp)}, or "
+                    "parallelism.sequence_parallel to False",
                 )
 
         def build(self, device: torch.device) -> "Mesh":
@@ -141,6 +170,9 @@ class Mesh(Configurable):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.degrees = d = config.resolve(self.world_size)
         """Ranks along each axis."""
+        self.context = config.context
+        self.sequence_parallel = d.sequence_shards > 1
+        """Whether the tp ranks divide the residual stream's tokens among them."""
         # The same ranks, factored in three ways; tp is the innermost axis in all of them.
         dense = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp)
         expert = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep)
@@ -159,7 +191,8 @@ class Mesh(Configurable):
         self.dp_rank: int = grid.get_local_rank("data")
         """This rank's number among the data ranks; its cp, tp and pp peers have the same rows."""
         timeout = timedelta(seconds=config.timeout_s)
-        self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        fake = dist.get_backend() == "fake"  # a dry run
+        self.control: Any = dist.new_group(backend="fake" if fake else "gloo", timeout=timeout)
         """CPU group of all ranks, for decisions that the hosts take together."""
 
     def _factor(self, **axes: int) -> "DeviceMesh":
@@ -178,13 +211,27 @@ class Mesh(Configurable):
             dist.all_reduce(tensor, group=self.loss.get_group())
         return tensor
 
+    def sum_over_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add ``tensor`` up over the ranks that route different tokens, in place, and return it.
+
+        These are the ranks of `sum_over_data` and the tp peers, which route a part of the row each.
+        """
+        if self.tp.size() > 1:
+            dist.all_reduce(tensor, group=self.tp.get_group())
+        return self.sum_over_data(tensor)
+
     def describe(self) -> str:
         """The mesh in words, for the log."""
         return f"{self.world_size} ranks: {self.degrees.equation()} on {self.device.type}"
 
-    def close(self) -> None:
-        """Leave the process group, after all ranks have come here."""
-        if self.owns_process_group and dist.is_initialized():
+    def close(self, *, together: bool) -> None:
+        """Leave the process group.
+
+        Args:
+            together: all ranks come here, so they may wait for each other. False after an error of this rank alone:
+                the others hang in a collective, and it is for the launcher to end them.
+        """
+        if self.owns_process_group and together and dist.is_initialized():
             if self.world_size > 1:
                 dist.barrier(self.control)  # gloo may abort the slower rank otherwise
             dist.destroy_process_group()

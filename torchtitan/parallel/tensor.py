@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan import torch_api
+from torchtitan.errors import ConfigError
 from torchtitan.models.layers.plan import Cut, HasParallelPlan, HasVocabulary, Sees
 from torchtitan.ops.collectives import copy_to_all, gather_parts, sum_to_all, sum_to_parts
 from torchtitan.ops.vocabulary import VocabularyShard
@@ -41,8 +42,24 @@ def apply_tensor_parallel(
         return
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for name, (module, cut) in module_cuts(model).items():
+        if cut.elsewhere:
+            continue
         _place_parameters(name, module, cut, tp_mesh, placed)
         _CutModule(module, cut, tp_mesh.get_group(), sequence_parallel).register_hooks()
+
+
+def enable_async_tp(tp_mesh: "DeviceMesh") -> None:
+    """Let torch.compile decompose gathers and scatters over ``tp_mesh`` into pieces that overlap with their matmuls.
+
+    Raises:
+        ConfigError: if the ranks are not GPUs.
+    """
+    if tp_mesh.device_type != "cuda":
+        raise ConfigError(
+            f"parallelism.async_tp=True needs GPUs, and this run is on {tp_mesh.device_type}; set it to False"
+        )
+    torch_api.symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    torch_api.inductor_config._micro_pipeline_tp = True
 
 
 def module_cuts(model: nn.Module) -> dict[str, tuple[nn.Module, Cut]]:
@@ -73,6 +90,11 @@ def module_cuts(model: nn.Module) -> dict[str, tuple[nn.Module, Cut]]:
     return cuts
 
 
+def gradients_are_summands(cut: Cut, *, sequence_parallel: bool) -> bool:
+    """Whether the ranks' gradients of a parameter that each has whole must be added up."""
+    return cut.sees is Sees.PART or (cut.sees is Sees.STREAM and sequence_parallel)
+
+
 class _CutModule:
     """One module on a rank of ``group``; the methods without a docstring of their own shape are its forward hooks."""
 
@@ -82,6 +104,7 @@ class _CutModule:
         self.module, self.cut = module, cut
         self.group, self.sequence_parallel = group, sequence_parallel
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
+        self._summands = gradients_are_summands(cut, sequence_parallel=sequence_parallel)
         self._kept: dict[str, Any] = {}
         self._biases: list[Tensor] = []
 
@@ -118,7 +141,7 @@ class _CutModule:
             late = (
                 whole and self.cut.sums_output
             )  # a bias; before the sum it would be added tp times
-            summed = self.sequence_parallel if late else self._sees_a_part
+            summed = self.sequence_parallel if late else self._summands
             gradient = [torch_api.Partial()] if whole and summed else parameter.placements
             local: Any = parameter.to_local(grad_placements=gradient)
             if late:
@@ -141,13 +164,6 @@ class _CutModule:
         while self._biases:
             output = output + self._biases.pop()
         return output
-
-    @property
-    def _sees_a_part(self) -> bool:
-        """Whether the ranks' gradients of a parameter that each has whole are summands."""
-        return self.cut.sees is Sees.PART or (
-            self.cut.sees is Sees.STREAM and self.sequence_parallel
-        )
 
 
 def _place_parameters(

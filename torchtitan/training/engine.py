@@ -1,6 +1,6 @@
 """Forward and backward of one optimizer step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torchtitan.models.model import Model
 from torchtitan.objectives.objective import Context, Objective, Sums
 from torchtitan.parallel.fsdp import set_gradient_sync
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.training.participants import Participants
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Engine:
         self.model = model
         self.objective = objective
         self.mesh = mesh
+        self.participants = Participants(model, mesh)
+        self._zero = torch.zeros((), device=mesh.device)
 
     def totals(self, microbatches: Sequence[Batch]) -> dict[str, Tensor]:
         """The objective's normalizers over all micro-batches and data ranks; at least 1, so that an empty one divides."""
@@ -55,20 +58,30 @@ class Engine:
     ) -> StepLoss:
         """Add the gradients of the step's total loss to the parameters; they are complete when this returns."""
         context = Context(totals=totals)
+        self.participants.before_step(totals[self.objective.main_loss])
+        return self.reduce(self.accumulate(microbatches, context), totals)
+
+    def accumulate(self, microbatches: Sequence[Batch], context: Context) -> Sequence[Sums]:
+        """Forward and backward of each micro-batch, and its sums."""
         sums: list[Sums] = []
         for i, batch in enumerate(microbatches):
             set_gradient_sync(self.model, last_microbatch=i == len(microbatches) - 1)
             micro = self.forward(batch, context)
-            self.weigh(micro, totals).backward()
+            self.weigh(micro, context.totals).backward()
             sums.append(micro)
-        return self.reduce(sums, totals)
+        return sums
+
+    def evaluate(self, microbatches: Sequence[Batch], totals: dict[str, Tensor]) -> Sequence[Sums]:
+        """The objective's sums of each micro-batch, without gradients; for `reduce`."""
+        context = Context(totals=totals)
+        return [self.forward(batch, context) for batch in microbatches]
 
     def forward(self, batch: Batch, context: Context) -> Sums:
         """The objective's sums of one micro-batch."""
         hidden_states = self.model(*(batch[name] for name in self.model.batch_fields))
         return self.objective.loss(hidden_states, self.model.head, batch, context)
 
-    def weigh(self, sums: Sums, totals: dict[str, Tensor]) -> Tensor:
+    def weigh(self, sums: Sums, totals: Mapping[str, Tensor]) -> Tensor:
         """This micro-batch's part of the step's total loss."""
         weights = self.objective.loss_weights
         parts = [weights[name] * loss / totals[name] for name, loss in sums.losses.items()]
@@ -77,16 +90,16 @@ class Engine:
     @torch.no_grad()
     def reduce(self, sums: Sequence[Sums], totals: dict[str, Tensor]) -> StepLoss:
         """Add up micro-batches and data ranks: one all-reduce for all that the step reports."""
-        losses = {name: torch.stack([s.losses[name] for s in sums]).sum() for name in totals}
+        losses = {name: self._add([s.losses[name] for s in sums]) for name in totals}
         pairs = {
-            name: [torch.stack([s.metrics[name][side] for s in sums]).sum() for side in (0, 1)]
-            for name in sums[0].metrics
+            name: [self._add([s.metrics[name][side] for s in sums]) for side in (0, 1)]
+            for name in self.metric_names(sums)
         }
         flags = torch.zeros(self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
         local = torch.stack(list(losses.values())).double()
         flags[self.mesh.rank] = (~local.isfinite()).any().double()
         flat = [local, *(torch.stack(pair).double() for pair in pairs.values()), flags]
-        everywhere = self.mesh.sum_over_data(torch.cat(flat))
+        everywhere = self.sum_everywhere(torch.cat(flat))
         loss_sums, rest = everywhere[: len(losses)], everywhere[len(losses) :]
         means = {
             name: loss / totals[name].double() for name, loss in zip(losses, loss_sums, strict=True)
@@ -98,3 +111,15 @@ class Engine:
         for i, name in enumerate(pairs):
             metrics = {**metrics, name: rest[2 * i] / rest[2 * i + 1].clamp(min=1)}
         return StepLoss(total=total, metrics=metrics, nonfinite_by_rank=rest[2 * len(pairs) :])
+
+    def metric_names(self, sums: Sequence[Sums]) -> Sequence[str]:
+        """Names of the objective's metrics, the same on every rank."""
+        return list(sums[0].metrics)
+
+    def sum_everywhere(self, tensor: Tensor) -> Tensor:
+        """Add ``tensor`` up over the ranks that have losses of their own, in place; all ranks get the result."""
+        return self.mesh.sum_over_data(tensor)
+
+    def _add(self, values: Sequence[Tensor]) -> Tensor:
+        """Their sum; 0 if there are none."""
+        return torch.stack(list(values)).sum() if values else self._zero

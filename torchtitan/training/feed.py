@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.batch import Batch
 from torchtitan.data.loader import Loader, LoaderStep
 from torchtitan.errors import DataError
+from torchtitan.parallel.context import cut
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.training.signals import StopRequest
 
@@ -75,7 +76,7 @@ class Feed:
             step, self.stopped = self._agree(drawn)
             if self.stopped:
                 return
-            microbatches = to_microbatches(step.batch, self._micro_batch_rows, self._mesh.device)
+            microbatches = to_microbatches(step.batch, self._micro_batch_rows, self._mesh)
             count -= 1
             drawn = self._draw() if count > 0 else None
             wait_s = time.perf_counter() - start
@@ -108,8 +109,9 @@ class Feed:
         return drawn.step, stop
 
 
-def to_microbatches(batch: Batch, rows: int, device: torch.device) -> list[Batch]:
-    """Cut a batch into micro-batches of ``rows`` rows (the last may have fewer) on ``device``."""
+def to_microbatches(batch: Batch, rows: int, mesh: Mesh) -> list[Batch]:
+    """This rank's part of a data rank's rows, as micro-batches of ``rows`` rows (the last may have fewer) on its device."""
+    batch, device = cut(batch, mesh.cp, mesh.context.kind), mesh.device
     if device.type == "cuda":
         batch = {
             name: field.pin_memory().to(device, non_blocking=True) for name, field in batch.items()

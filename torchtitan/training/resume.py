@@ -4,20 +4,20 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torchtitan.config import Configurable, differences, from_dict
+from torchtitan.config import differences, from_dict
 from torchtitan.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
 
 def check_same_mathematics(
-    saved: Mapping[str, Any], now: Configurable.Config, allowed: Collection[str]
+    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str]
 ) -> None:
     """Log what differs between the config of a checkpoint and the present one, and refuse what changes the result.
 
     Args:
         saved: the checkpoint's config, from ``to_dict``.
-        now: the present config.
+        now: the present one, likewise.
         allowed: dotted paths that may differ; a path allows everything below it.
 
     Raises:
@@ -31,7 +31,7 @@ def check_same_mathematics(
             "start afresh with another folder, or set checkpoint.resume to never"
         ) from error
     refused = []
-    for difference in differences(before, now):
+    for difference in differences(before, from_dict(dict(now))):
         line = f"{difference.path}: {difference.old!r} -> {difference.new!r}"
         permitted = any(
             difference.path == path or difference.path.startswith(f"{path}.") for path in allowed

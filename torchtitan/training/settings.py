@@ -25,7 +25,8 @@ class Training(Configurable):
         global_batch_rows: int
         """Rows of an optimizer step over all data ranks and micro-batches."""
         micro_batch_rows: int | None = None
-        """Rows that a rank computes at once; the rest is accumulated. None means all of the rank's rows."""
+        """Rows that a rank computes at once; the rest is accumulated. None means all of the rank's rows; in a pipeline,
+        the most of which there is one micro-batch for each stage."""
         max_grad_norm: float | None = 1.0
         """Largest gradient norm; a longer gradient is scaled down to it. None means no clipping."""
         seed: int = 0

@@ -2,27 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from torchtitan.batch import Batch
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.data.loader import Loader
-from torchtitan.objectives.objective import Context
 from torchtitan.parallel.fsdp import reshard
 from torchtitan.training.engine import Engine
 from torchtitan.training.feed import to_microbatches
-
-
-class LoaderOpener(Protocol):
-    """Opens a loader for this data rank, with the run's tokenizer and batch shape."""
-
-    def __call__(self, config: Loader.Config) -> Loader:
-        """Open ``config`` at its first row."""
-        ...
 
 
 class Validation(Configurable):
@@ -54,18 +43,16 @@ class Validation(Configurable):
                     "data.shuffle", True, "would change the rows with the seed", "set it to False"
                 )
 
-        def build(
-            self, *, engine: Engine, open_loader: LoaderOpener, micro_batch_rows: int
-        ) -> "Validation":
-            """Make the evaluation of ``engine``'s model; ``open_loader`` opens `data` from its first row."""
-            return Validation(self, engine, open_loader, micro_batch_rows)
+        def build(self, *, engine: Engine, loader: Loader, micro_batch_rows: int) -> "Validation":
+            """Make the evaluation of ``engine``'s model on what ``loader``, made from `data`, yields first."""
+            return Validation(self, engine, loader, micro_batch_rows)
 
     def __init__(
-        self, config: Config, engine: Engine, open_loader: LoaderOpener, micro_batch_rows: int
+        self, config: Config, engine: Engine, loader: Loader, micro_batch_rows: int
     ) -> None:
         self.config = config
         self.engine = engine
-        self._open_loader = open_loader
+        self.loader = loader
         self._micro_batch_rows = micro_batch_rows
 
     def due(self, step: int, last: bool) -> bool:
@@ -78,15 +65,14 @@ class Validation(Configurable):
         """Evaluate: ``validation_loss`` (nats per token), ``validation_perplexity`` and the objective's own means.
 
         Raises:
-            DataError: if the data set has less than one global batch.
+            DataError: if the data cannot be read.
         """
         engine = self.engine
         engine.model.eval()
         sums, totals = [], []
         for microbatches in self._batches():
             totals.append(engine.totals(microbatches))
-            context = Context(totals=totals[-1])
-            sums.extend(engine.forward(batch, context) for batch in microbatches)
+            sums.extend(engine.evaluate(microbatches, totals[-1]))
         whole = {name: torch.stack([t[name] for t in totals]).sum() for name in totals[0]}
         loss = engine.reduce(sums, whole)
         reshard(engine.model)
@@ -96,8 +82,12 @@ class Validation(Configurable):
         perplexity = math.exp(value) if value < 700 else math.inf
         return {"validation_loss": value, "validation_perplexity": perplexity, **metrics}
 
+    def close(self) -> None:
+        """Stop the loader's workers."""
+        self.loader.close()
+
     def _batches(self) -> Iterator[list[Batch]]:
-        with closing(self._open_loader(self.config.data)) as loader:
-            for _ in range(self.config.steps):
-                batch = loader.next().batch
-                yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh.device)
+        self.loader.rewind()
+        for _ in range(self.config.steps):
+            batch = self.loader.next().batch
+            yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan import torch_api, train
-from torchtitan.config.recipes import find_recipe
 
 ROOT = Path(train.__file__).parent.parent
 TOY = ["--module", "tests.unit.cli.toy_run", "--config", "toy_run"]
@@ -20,7 +19,7 @@ def no_gpu(monkeypatch):
 
 def test_one_process_trains_here_and_closes(capsys):
     assert train.main(TOY) == 0
-    assert capsys.readouterr().out == "rank 0 sum 1 in outputs/toy_run\nclosed 0\n"
+    assert capsys.readouterr().out == "rank 0 of 1 in outputs/toy_run\nclosed 0\n"
 
 
 def test_the_folder_can_be_chosen(capsys):
@@ -48,7 +47,8 @@ def test_an_error_closes_the_run_and_ends_with_its_code(capsys, act, code, text)
 
 
 def test_a_signal_outside_of_a_step_ends_the_run_as_preempted(capsys):
-    timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
+    main_thread = threading.get_ident()
+    timer = threading.Timer(0.5, signal.pthread_kill, (main_thread, signal.SIGINT))
     timer.start()
     assert train.main([*TOY, "--act", "hang"]) == 7
     expected = "stopped by SIGINT outside of a step; nothing was saved\n"
@@ -122,28 +122,26 @@ def test_a_broken_recipe_module_shows_its_own_traceback(tmp_path, capsys, monkey
     assert "no such module" not in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [(["--dry-run"], 0), (["--training.stepz", "1"], 2), (["--help"], 0), (["--ngpu", "7"], 2)],
-)
-def test_the_default_recipe_is_checked_before_anything_heavy_is_imported(arguments, code):
-    program = (
-        "import sys\nfrom torchtitan.train import main\ncode = main(sys.argv[1:])\n"
-        "heavy = ['torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint', 'datasets',\n"
-        "         'tokenizers', 'pyarrow', 'pandas', 'matplotlib', 'wandb', 'tensorboard', 'multiprocess']\n"
-        "found = [name for name in heavy if name in sys.modules]\n"
-        "assert not found, found\n"
-        "import torch.distributed as dist\nassert not dist.is_initialized()\nsys.exit(code)"
-    )
+def test_the_default_recipe_is_checked_before_anything_heavy_is_imported():
+    program = """if True:
+        import sys
+        from torchtitan.train import main
+
+        assert main(["--dry-run", "--ngpu", "2", "--training.steps", "0"]) == 2
+        assert main(["--training.stepz", "1"]) == 2
+        assert main(["--ngpu", "7", "--training.steps", "x"]) == 2
+        assert main(["--help"]) == 0
+        heavy = ["distributed.tensor", "distributed.fsdp", "distributed.checkpoint"]
+        heavy = [f"torch.{name}" for name in heavy] + ["torch._dynamo", "torch._inductor"]
+        heavy += ["datasets", "tokenizers", "pyarrow", "pandas", "matplotlib", "wandb", "tensorboard"]
+        found = [name for name in heavy if name in sys.modules]
+        assert not found, found
+        import multiprocessing, torch
+
+        assert not torch.distributed.is_initialized()
+        assert not multiprocessing.active_children()
+    """
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )
-    assert done.returncode == code, done.stderr
-
-
-def test_every_recipe_that_ships_can_be_found():
-    assert find_recipe("torchtitan_recipes.models.llama3", "llama3_debugmodel")
+    assert done.returncode == 0, done.stderr

@@ -1,16 +1,17 @@
-"""A root config whose run does what its ``act`` says: fail, hang, be killed, or add up numbers over the ranks."""
+"""A root config whose run does what its ``act`` says: fail, hang, be killed, or add up numbers over the ranks.
 
+torch, which takes seconds to import, is only loaded for the last.
+"""
+
+import importlib
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-
+from torchtitan.cli.output import complain, say
 from torchtitan.config import Configurable
 from torchtitan.environment import rank, world_size
 from torchtitan.errors import DataError, NumericsError, Preempted
@@ -23,9 +24,9 @@ class Run(Configurable):
 
         folder: str = ""
         """Run folder."""
-        act: Literal["work", "data", "numerics", "bug", "exit", "kill", "hang", "sleep", "close"] = (
-            "work"
-        )
+        act: Literal[
+            "work", "data", "numerics", "bug", "exit", "kill", "hang", "sleep", "close"
+        ] = "work"
         """What happens."""
         on_rank: int = 0
         """Where it happens; the others work."""
@@ -37,19 +38,28 @@ class Run(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        if world_size() > 1:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s))
 
     def train(self) -> None:
         if rank() == self.config.on_rank:
             self.act()
-        if self.config.act == "sleep":
-            self.sleep()
+        match self.config.act:
+            case "sleep":
+                self.sleep()
+            case "hang":
+                raise RuntimeError("[a/pair.cc:5] Timed out waiting 2000ms for recv")
+            case "work" | "kill" if world_size() > 1:
+                self.add_up()
+        say(f"rank {rank()} of {world_size()} in {self.config.folder}")
+        complain(f"threads {os.environ.get('OMP_NUM_THREADS')}")
+
+    def add_up(self) -> None:
+        torch = importlib.import_module("torch")
+        timeout = timedelta(seconds=self.config.timeout_s)
+        torch.distributed.init_process_group("gloo", timeout=timeout)
         numbers = torch.ones(1)
-        if world_size() > 1:
-            dist.all_reduce(numbers)
-        print(f"rank {rank()} sum {numbers.item():.0f} in {self.config.folder}")
-        print(f"threads {os.environ.get('OMP_NUM_THREADS')}", file=sys.stderr)
+        torch.distributed.all_reduce(numbers)
+        say(f"sum {numbers.item():.0f}")
+        torch.distributed.destroy_process_group()
 
     def act(self) -> None:
         match self.config.act:
@@ -62,6 +72,7 @@ class Run(Configurable):
             case "exit":
                 os._exit(9)
             case "kill":
+                importlib.import_module("torch").distributed.init_process_group("gloo")
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,15 +85,13 @@ class Run(Configurable):
             raise Preempted(f"saved step 5 after {signal.Signals(number).name}")
 
         signal.signal(signal.SIGTERM, stop)
-        print(f"ready {os.getpid()}", flush=True)
+        say(f"ready {os.getpid()}")
         time.sleep(600)
 
     def close(self) -> None:
-        print(f"closed {rank()}")
+        say(f"closed {rank()}")
         if self.config.act == "close":
             raise DataError("closing failed")
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def toy_run() -> Run.Config:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config.toy import Color, Root, tree
-from torchtitan.config import differences, leaves
+from torchtitan.config import Configurable, differences, leaves
 from torchtitan.config.help import help_text
 from torchtitan.config.overrides import apply_flags, split_flags
+from torchtitan_recipes.models.llama3 import llama3_debugmodel
 
 
 def override(line: str) -> tuple[Root.Config, list[str]]:
@@ -143,7 +144,7 @@ def test_a_type_without_a_form_on_the_command_line_is_refused():
     )
 
 
-def help_flags(config: Root.Config) -> set[str]:
+def help_flags(config: Configurable.Config) -> set[str]:
     text = help_text(config, program="p", description="d")
     return set(re.findall(r"--([a-z][\w.-]*)", text)) - {"help"}
 
@@ -154,6 +155,16 @@ def test_help_and_overrides_know_the_same_fields():
     shown = {flag.replace("-", "_") for flag in help_flags(config)}
     off = {"other_layer"}  # a section that the recipe turns off has no fields to show
     assert shown == {leaf.path for leaf in leaves(config)} - off
+
+
+def test_help_of_the_default_recipe_shows_every_field_that_the_command_line_can_set():
+    config = llama3_debugmodel()
+    shown = {flag.replace("-", "_") for flag in help_flags(config)}
+    known = {leaf.path for leaf in leaves(config)}
+    assert shown <= known
+    for path in known - shown:  # sections that are off, and lists of sections that are empty
+        _, (problem,) = apply_flags(config, split_flags([f"--{path}", "x"])[0])
+        assert problem.reason.endswith("has no form on the command line")
 
 
 def test_a_dict_with_entries_is_shown_by_its_keys_which_can_be_overridden():

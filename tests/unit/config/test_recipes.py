@@ -58,10 +58,13 @@ def package(tmp_path, monkeypatch):
 
 
 def message(module: str, name: str = "small", *, build: bool = False) -> str:
-    with pytest.raises(ConfigError) as caught:
+    def attempt() -> None:
         recipe = find_recipe(module, name)
         if build:
             recipe.build()
+
+    with pytest.raises(ConfigError) as caught:
+        attempt()
     return str(caught.value)
 
 
@@ -74,9 +77,10 @@ def test_a_recipe_is_found_and_built(package, name, steps):
 
 
 def test_an_imported_recipe_is_one_of_the_module(package):
-    assert find_recipe("shop.models.toys", "tree").build() == find_recipe(
-        "shop.models.toys", "small"
-    ).build()
+    assert (
+        find_recipe("shop.models.toys", "tree").build()
+        == find_recipe("shop.models.toys", "small").build()
+    )
 
 
 def test_recipes_are_listed_with_their_first_line_and_without_import(package):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.config.toy import Color, Layer, Root, Source, tree
@@ -27,6 +27,7 @@ def test_every_node_carries_its_type():
     assert data["layer"]["type"] == "tests.unit.config.toy:WideLayer.Config"
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     lr=st.floats(allow_nan=False),
     betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
@@ -45,7 +46,9 @@ def test_every_kind_of_value_comes_back_exactly(**values: Any):
     config = Root.Config(steps=1, layer=Layer.Config(), **values)
     back = through_json(config)
     assert back == config
-    assert repr(back) == repr(config)  # also the types: a tuple stays a tuple, 1.0 does not become 1
+    assert repr(back) == repr(
+        config
+    )  # also the types: a tuple stays a tuple, 1.0 does not become 1
 
 
 def test_nan_comes_back():

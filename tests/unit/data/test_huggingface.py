@@ -109,6 +109,11 @@ def test_a_split_that_is_missing(folder):
 
 def test_check(folder):
     assert not list(HuggingFace.Config(name=folder).check())
+    (problem,) = HuggingFace.Config(name="./nowhere").check()
+    assert (
+        str(problem)
+        == "name=./nowhere: does not exist; name a folder that does, or a data set such as org/name"
+    )
     (problem,) = HuggingFace.Config(name=folder, split="train[:5]", streaming=True).check()
     assert (
         str(problem)

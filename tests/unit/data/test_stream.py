@@ -19,6 +19,7 @@ def stream_of(
 ) -> Stream:
     return Stream(
         number=0,
+        n_streams=1,
         feeds=[MapFeed(Texts(Texts.Config(texts=texts)), 1, None) for texts in sources],
         weights=weights or [1.0] * len(sources),
         tokenizer=TOKENIZER,

@@ -1,18 +1,22 @@
 """Plans that fit no model, and degrees that fit no plan, are refused in words."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.tiny import tiny, tiny_model
 from torchtitan import torch_api
 from torchtitan.config import check_tree
+from torchtitan.debug.dry_run import fake_ranks
+from torchtitan.errors import ConfigError
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
+from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.plan import COLWISE, ROWWISE, SEQUENCE, VOCABULARY_IN, WHOLE_INPUT
-from torchtitan.parallel.tensor import apply_tensor_parallel, module_cuts
+from torchtitan.models.layers.router import Router
+from torchtitan.parallel.tensor import apply_tensor_parallel, enable_async_tp, module_cuts
 
 
 def problems(tp, *, seq_len=32, world=None, **changes):
@@ -51,13 +55,46 @@ def test_a_vocabulary_with_too_few_entries_is_refused():
 def test_a_sequence_that_cannot_be_dealt_to_the_ranks_is_refused():
     changes = {"dim": 32, "attention": GQA.Config(n_heads=4)}
     assert problems(4, seq_len=30, **changes) == [
-        "parallelism.tp=4: * cp=1 does not divide training.seq_len=30, whose tokens sequence_parallel deals to these "
-        "ranks; set tp to one of [1, 2, 3, 5, 6, 10, 15, 30], another seq_len, or sequence_parallel=False"
+        "training.seq_len=30: cannot be cut into parallelism.cp=1 * tp=4 equal parts, as sequence_parallel does; set a "
+        "multiple of 4, tp to one of [1, 2, 3, 5, 6, 10, 15, 30], or parallelism.sequence_parallel to False"
     ]
     config = tiny("unused", seq_len=30)
     config.model = tiny_model(**changes)
     config.parallelism.tp, config.parallelism.sequence_parallel = 4, False
     assert check_tree(config, 4) == []
+
+
+def test_experts_need_sequence_parallel():
+    moe = MoE.Config(n_experts=4, ffn_dim=16, router=Router.Config(top_k=2))
+    config = tiny("unused")
+    config.model = tiny_model(attention=GQA.Config(n_heads=2), feed_forward=moe)
+    config.parallelism.tp = 2
+    assert check_tree(config, 2) == []
+    config.parallelism.sequence_parallel = False
+    assert [str(p) for p in check_tree(config, 2)] == [
+        "model.feed_forward=MoE.Config: routes each token on one rank, but parallelism.sequence_parallel=False gives all "
+        "tp=2 ranks the same tokens; set parallelism.sequence_parallel to True, or tp to 1"
+    ]
+
+
+def test_async_tp_needs_a_compiler_and_something_to_overlap():
+    config = tiny("unused")
+    config.model = tiny_model(attention=GQA.Config(n_heads=2))
+    config.parallelism.async_tp = True
+    assert [str(p) for p in check_tree(config, 1)] == [
+        "parallelism.async_tp=True: is the compiler's work, but compile.enabled=False; set compile.enabled=True, or "
+        "async_tp=False",
+        "parallelism.async_tp=True: overlaps gathers and scatters, which tp=1 with sequence_parallel=True does not have; "
+        "set tp above 1 and sequence_parallel=True, or async_tp=False",
+    ]
+    config.parallelism.tp = 2
+    config.compile.enabled = True
+    assert check_tree(config, 2) == []
+    with (
+        fake_tp_axis() as mesh,
+        pytest.raises(ConfigError, match="needs GPUs, and this run is on cpu"),
+    ):
+        enable_async_tp(mesh)
 
 
 class Planned(nn.Module):
@@ -103,14 +140,16 @@ def test_a_module_in_two_plans_is_named():
         module_cuts(outer)
 
 
-def cut_over_one_axis(model):
-    """Over two ranks of which this process plays one; what is refused is refused before any collective."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = torch_api.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+@contextmanager
+def fake_tp_axis():
+    """Two ranks of which this process plays one; what is refused is refused before any collective."""
+    with fake_ranks(2, 0):
+        yield torch_api.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def cut(model):
+    with fake_tp_axis() as mesh:
         apply_tensor_parallel(model, mesh, sequence_parallel=True)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_shared_parameter_with_two_cuts_is_named():
@@ -121,11 +160,11 @@ def test_a_shared_parameter_with_two_cuts_is_named():
         TypeError,
         match=r"b\.weight is shared with a module whose parallel plan places it as S\(0\), not S\(1\)",
     ):
-        cut_over_one_axis(model)
+        cut(model)
 
 
 def test_a_vocabulary_cut_of_a_module_that_knows_none_is_refused():
     with torch.device("meta"):
         model = Planned({"table": VOCABULARY_IN}, table=nn.Embedding(4, 2))
     with pytest.raises(TypeError, match="but Embedding has no attribute `vocabulary`"):
-        cut_over_one_axis(model)
+        cut(model)

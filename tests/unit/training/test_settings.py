@@ -15,7 +15,9 @@ def test_rows_that_do_not_divide_are_refused_with_what_does():
         "set [6, 9], or use another number of ranks"
     )
     (problem,) = config(micro_batch_rows=3).check_rows(2)
-    assert problem.reason.startswith("does not divide the 4 rows of a rank (global_batch_rows=8 / 2")
+    assert problem.reason.startswith(
+        "does not divide the 4 rows of a rank (global_batch_rows=8 / 2"
+    )
     assert problem.remedy == "choose one of [1, 2, 4], or None for all"
     assert list(config(micro_batch_rows=2).check_rows(4)) == []
 

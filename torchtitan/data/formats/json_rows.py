@@ -83,8 +83,8 @@ def _is_json_lines(file: BinaryIO) -> bool:
 def _elements(data: mmap.mmap) -> Iterator[tuple[int, int]]:
     """Spans of the elements of a top-level array, or of the top-level objects where there is no array.
 
-    Follows strings and brackets only; what is between them is judged when the row is read. An element that the end of the
-    file cuts off is given as it is, so that it counts as a broken row.
+    Follows strings and brackets only; what is between them is judged when the row is read. An
+    element that the end of the file cuts off is given as it is, so that it counts as a broken row.
     """
     start = len(BOM) if data[: len(BOM)] == BOM else 0
     array_depth = 0

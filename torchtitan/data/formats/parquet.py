@@ -1,6 +1,7 @@
 """Parquet: the text column is copied once into an Arrow file, whose rows can be read in any order.
 
-Parquet itself is compressed by row group, so that reading shuffled rows would decode a group for each.
+Parquet itself is compressed by row group, so that reading shuffled rows would decode a group for
+each.
 """
 
 from bisect import bisect_right

@@ -40,8 +40,8 @@ class Spans:
     Args:
         path: the file that has the bytes.
         shown: the file that the user knows, for messages.
-        parse: from the bytes and the place of a row to the value of its text field; raises BadRow, or
-            UnicodeDecodeError for bytes that are not UTF-8.
+        parse: from the bytes and the place of a row to the value of its text field; raises BadRow,
+            or UnicodeDecodeError for bytes that are not UTF-8.
     """
 
     def __init__(self, path: Path, shown: Path, parse: Callable[[bytes, str], object]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from torchtitan.config.configurable import Problem
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.run_info import RunInfo
-from torchtitan.metrics.secrets import masked
 from torchtitan.metrics.sinks.base import Row, Sink
 from torchtitan.optional import is_installed, require
+from torchtitan.secrets import masked
 
 Keyword = bool | int | float | str | list[str] | dict[str, str]
 _OURS = ("config", "dir", "resume")

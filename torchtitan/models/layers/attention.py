@@ -2,21 +2,47 @@
 
 # Shapes: B batch, S sequence, D dim, H query heads, K kv heads, Dh head dim. "/tp" = local to a TP rank.
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
-from torchtitan.models.layers.plan import COLWISE, ROWWISE, WHOLE_INPUT, Cut
+from torchtitan.models.layers.norm import RMSNorm
+from torchtitan.models.layers.plan import COLWISE, HEADS, ROWWISE, WHOLE_INPUT, Cut
 from torchtitan.models.layers.rope import apply_rope
+from torchtitan.ops.document_attention import document_attention
 
 
-class SDPA(nn.Module, Configurable):
+class InnerAttention(nn.Module):
+    """``softmax(q k^T / sqrt(Dh)) v`` over the keys that a mask allows, without parameters: the swappable backend.
+
+    A mixer of tokens around it (such as `GQA`) makes q, k and v. Whoever wants to compute the same attention
+    otherwise (spread over ranks) puts its own `InnerAttention` in the place of this one.
+    """
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """``(B, S, H, Dh), (B, S, K, Dh), (B, S, K, Dv) -> (B, S, H, Dv)``; K divides H."""
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Make what ``forward`` needs of ``mask``, outside of a block that may be compiled or recomputed.
+
+        Args:
+            mask: of this layer's window.
+            seq_len: S, of the tokens that this rank holds.
+            device: of the tokens.
+        """
+        del mask, seq_len, device
+
+
+class SDPA(InnerAttention, Configurable):
     """Inner attention on ``torch.nn.functional.scaled_dot_product_attention``.
 
     Packed documents: on a CPU each document is its own causal call (6 to 14 times faster there than a dense mask
@@ -34,12 +60,25 @@ class SDPA(nn.Module, Configurable):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``(B, S, H, Dh), 2 x (B, S, K, Dh) -> (B, S, H, Dh)``."""
-        lengths = mask.document_lengths if q.device.type == "cpu" else None
-        if lengths is not None:
-            return self._per_document(q, k, v, mask, lengths)
-        if mask.window is None and (mask.document_ids is None or q.device.type == "cpu"):
+        if mask.document_ids is not None and q.device.type == "cpu":
+            if is_compiling():  # one operator, so that the block stays one graph
+                return document_attention(
+                    q, k, v, mask.document_ids, causal=mask.causal, window=mask.window
+                )
+            lengths = mask.document_lengths
+            if lengths is not None:
+                return self._per_document(q, k, v, mask, lengths)
+            if mask.window is None:
+                return _attend(q, k, v, is_causal=mask.causal)
+        if mask.window is None and mask.document_ids is None:
             return _attend(q, k, v, is_causal=mask.causal)
         return _attend(q, k, v, attn_mask=mask.dense(q.shape[1], q.device))
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Make what ``forward`` needs of ``mask`` outside of the blocks: one that is compiled or recomputed may not."""
+        packed = mask.document_ids is not None
+        if (packed and device.type != "cpu") or (not packed and mask.window is not None):
+            mask.dense(seq_len, device)
 
     @staticmethod
     def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lengths: list[int]) -> Tensor:
@@ -84,6 +123,8 @@ class GQA(nn.Module, Configurable):
         """Features of a head, even; None means dim / n_heads."""
         window: int | None = None
         """Keys that a query sees, itself included; None for all."""
+        qk_norm: RMSNorm.Config | None = None
+        """Norm of each head's query and key before the position embedding; one weight for all heads. None for none."""
         inner: SDPA.Config = field(default_factory=SDPA.Config)
         """Backend that gets q, k, v and the mask."""
 
@@ -113,6 +154,20 @@ class GQA(nn.Module, Configurable):
                     "window", self.window, "is not positive", "set None for full attention"
                 )
 
+        def check_dealt(self, tp: int, ulysses: int) -> Iterator[Problem]:
+            """Yield a problem if the heads of a rank of ``tp`` cannot be dealt to ``ulysses`` ranks."""
+            heads = self.n_heads // tp
+            if ulysses == 1 or self.n_heads % tp or heads % ulysses == 0:
+                return
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield Problem(
+                "n_heads",
+                self.n_heads,
+                f"leaves {heads} heads to a rank of tp={tp}, which cannot be dealt to cp={ulysses} ranks with "
+                "context.kind=ulysses",
+                f"set cp to one of {fitting}, or context.kind to all_gather or ring",
+            )
+
         def build(self, *, dim: int, init_std: float, residual_std: float) -> "GQA":
             """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
             return GQA(self, dim=dim, init_std=init_std, residual_std=residual_std)
@@ -136,26 +191,36 @@ class GQA(nn.Module, Configurable):
         self.k_proj = Linear(dim, kv_dim, init_std=init_std)
         self.v_proj = Linear(dim, kv_dim, init_std=init_std)
         self.out_proj = Linear(q_dim, dim, init_std=residual_std)
-        self.inner = config.inner.build()
+        self.q_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
+        self.k_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
+        self.inner: InnerAttention = config.inner.build()
 
     def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """``(B, S, D) -> (B, S, D)``; ``rope`` is what `RoPE` made of the positions."""
         q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, H/tp, Dh)
         k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
         return self.out_proj(out.flatten(2))  # (B, S, D)
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has whole heads, and the whole sequence."""
+        norms = {} if self.q_norm is None else {"q_norm": HEADS, "k_norm": HEADS}
         return {
             "": WHOLE_INPUT,
             "q_proj": COLWISE,
             "k_proj": COLWISE,
             "v_proj": COLWISE,
             "out_proj": ROWWISE,
+            **norms,
         }
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Let the backend make what it needs of ``mask``, once for all layers of a forward, before the blocks run."""
+        self.inner.prepare(mask.windowed(self.window), seq_len, device)
 
     def score_flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Forward and backward FLOPs of the scores and their sum over values, per token.

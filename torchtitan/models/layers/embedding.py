@@ -23,7 +23,6 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, dim: int, *, init_std: float) -> None:
         super().__init__(vocab_size, dim)
-        self.weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride] - a tied head needs one
         self.init_std = init_std
         self.vocabulary: VocabularyShard | None = None
 

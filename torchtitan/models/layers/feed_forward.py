@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The feed-forward layer of a block: what all kinds have in common, and the dense one."""
 
 # Shapes: B batch, S sequence, D dim, F feed-forward dim. "/tp" = local to a TP rank.
 
@@ -13,11 +13,55 @@ from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.plan import COLWISE, ROWWISE, WHOLE_INPUT, Cut
 
 
-class SwiGLU(nn.Module, Configurable):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
+class FeedForward(nn.Module, Configurable):
+    """Base of the feed-forward layers, dense and with experts: ``(B, S, D) -> (B, S, D)``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Settings that every kind has."""
+
+        def build(self, *, dim: int, init_std: float, residual_std: float) -> "FeedForward":
+            """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
+            raise TypeError(
+                f"{type(self).__qualname__} is a base; choose SwiGLU.Config or MoE.Config"
+            )
+
+        def check_dim(self, dim: int) -> Iterator[Problem]:
+            """Yield what is wrong with this layer in a model of width ``dim``."""
+            del dim
+            return iter(())
+
+        def divided_sizes(self) -> dict[str, int]:
+            """Sizes by field that tensor parallelism divides."""
+            return {}
+
+        def check_stream(self, tp: int, sequence_shards: int) -> Iterator[Problem]:
+            """Yield a problem if this layer cannot work on the residual stream of a rank.
+
+            Args:
+                tp: ranks that share it.
+                sequence_shards: parts into which they divide its tokens.
+            """
+            del tp, sequence_shards
+            return iter(())
+
+        def check_ep(self, ep: int, lendable: int) -> Iterator[Problem]:
+            """Yield a problem if ``ep`` ranks cannot share this layer's experts, out of the ``lendable`` ranks."""
+            del lendable
+            if ep > 1:
+                yield Problem(
+                    "",
+                    type(self).__qualname__,
+                    f"has no experts for parallelism.ep={ep} ranks to share",
+                    "set parallelism.ep to 1",
+                )
+
+
+class SwiGLU(FeedForward):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
         """Settings of `SwiGLU`."""
 
         ffn_dim: int
@@ -31,7 +75,7 @@ class SwiGLU(nn.Module, Configurable):
                 )
 
         def divided_sizes(self) -> dict[str, int]:
-            """Sizes by field that tensor parallelism divides."""
+            """See `FeedForward.Config.divided_sizes`."""
             return {"ffn_dim": self.ffn_dim}
 
         def build(self, *, dim: int, init_std: float, residual_std: float) -> "SwiGLU":

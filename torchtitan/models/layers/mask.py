@@ -3,6 +3,7 @@
 # Shapes: B batch, S sequence.
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class Mask:
         self.causal = causal
         self.window = window
         self._windowed: dict[int | None, Mask] = {window: self}
+        self.derived: dict[str, Any] = {}
+        """What backends have made of this mask, under names of theirs; all layers of a forward share it."""
 
     def windowed(self, window: int | None) -> "Mask":
         """The same mask with another window."""

@@ -36,6 +36,7 @@ class Cut:
         sums_output: the output is this rank's summand: the ranks' outputs are added up into the residual stream. A whole bias is added
             once, after that.
         vocabulary: the parameters' rows are vocabulary entries; the module is told which (`HasVocabulary`).
+        elsewhere: another parallelism places the parameters, and the tp ranks are not all alike to it.
     """
 
     shard_dim: int | None = None
@@ -43,6 +44,7 @@ class Cut:
     gathers_input: bool = False
     sums_output: bool = False
     vocabulary: bool = False
+    elsewhere: bool = False
 
 
 COLWISE = Cut(shard_dim=0)
@@ -59,6 +61,9 @@ VOCABULARY_IN = Cut(shard_dim=0, sums_output=True, vocabulary=True)
 """A table looked up by token: each rank has its entries and gives zeros for the others."""
 VOCABULARY_OUT = Cut(shard_dim=0, gathers_input=True, vocabulary=True)
 """A projection to the vocabulary, of which each rank computes its entries."""
+
+EXPERTS = Cut(elsewhere=True)
+"""Routed experts: expert parallelism borrows the tp ranks for them."""
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 import pytest
 
-from torchtitan.metrics.secrets import masked
+from torchtitan.secrets import masked
 
 
 @pytest.mark.parametrize(
