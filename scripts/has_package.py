@@ -38,8 +38,10 @@ def is_installed(name: str) -> bool:
 def main() -> int:
     """Check, and return the exit code."""
     extras = [extra for extra in "".join(sys.argv[1:]).split(",") if extra]
-    if util.find_spec("torchtitan") is None or util.find_spec("torchtitan.cli.main") is None:
-        return 1
+    found = util.find_spec("torchtitan")
+    folders = (found and found.submodule_search_locations) or []
+    if not any((Path(folder) / "cli" / "main.py").exists() for folder in folders):
+        return 1  # none, or another package of that name
     return 0 if all(map(is_installed, required(extras))) else 1
 
 

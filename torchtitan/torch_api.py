@@ -1,7 +1,7 @@
 """The parts of torch that are slow to import or new, each imported on first use.
 
 ``import torch`` alone does not load DTensor, FSDP2 or distributed checkpoints; they cost another 0.7 s of CPU,
-which ``--help``, ``--dry-run`` and every config error would pay. So the package writes ``torch_api.DTensor``
+which ``--help`` and every config error would pay. So the package writes ``torch_api.DTensor``
 and pays when it is touched. Whatever differs between the supported torch versions (>= 2.11) belongs here too.
 """
 
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
     import torch.distributed.elastic.rendezvous as rendezvous
     import torch.distributed.pipelining.schedules as pipeline_schedules
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        FailOnRecompileLimitHit,
+        TorchDynamoException,
+    )
+    from torch._subclasses import FakeTensorMode
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
     from torch.distributed import all_gather_single as all_gather_single
     from torch.distributed import reduce_scatter_single as reduce_scatter_single
@@ -23,8 +29,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.nn.functional import grouped_mm
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _HOME = {
+    "BackendCompilerFailed": "torch._dynamo.exc:BackendCompilerFailed",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "FakeTensorMode": "torch._subclasses:FakeTensorMode",
+    "FailOnRecompileLimitHit": "torch._dynamo.exc:FailOnRecompileLimitHit",
+    "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "cuda": "torch.cuda",
     "rendezvous": "torch.distributed.elastic.rendezvous",
     "pipeline_schedules": "torch.distributed.pipelining.schedules",
@@ -42,6 +55,7 @@ _HOME = {
     "Replicate": "torch.distributed.tensor:Replicate",
     "Shard": "torch.distributed.tensor:Shard",
     "distribute_tensor": "torch.distributed.tensor:distribute_tensor",
+    "grouped_mm": "torch.nn.functional:grouped_mm",
     "reduce_scatter_single": "torch.distributed:reduce_scatter_single",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
 }
@@ -51,20 +65,26 @@ _BEFORE = {  # names of torch 2.11 and 2.12
 }
 
 __all__ = [
+    "BackendCompilerFailed",
     "DTensor",
     "DeviceMesh",
     "FSDPModule",
+    "FailOnRecompileLimitHit",
+    "FakeStore",
+    "FakeTensorMode",
     "MixedPrecisionPolicy",
     "Partial",
     "PipelineStage",
     "Replicate",
     "Shard",
     "TCPStore",
+    "TorchDynamoException",
     "all_gather_single",
     "cuda",
     "dcp",
     "distribute_tensor",
     "fully_shard",
+    "grouped_mm",
     "init_device_mesh",
     "pipeline_schedules",
     "reduce_scatter_single",

@@ -17,7 +17,7 @@ from torchtitan.cli.options import USAGE, TrainOptions, parse_options, refuse
 from torchtitan.cli.output import say
 from torchtitan.cli.ranks import CLOSE_S, be_a_rank
 from torchtitan.cli.seat import check_meeting
-from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.config.configurable import Configurable, DescribesRun, Problem
 from torchtitan.config.differences import differences
 from torchtitan.config.help import help_text
 from torchtitan.config.overrides import apply_flags
@@ -77,9 +77,15 @@ def _main(argv: Sequence[str]) -> int:
     _name_folder(config, recipe)
     if environment.report_folder() is None:  # else the launcher has checked
         ranks_here, world_size = _count_ranks(options, problems)
+        if options.dry_run_rank >= world_size:
+            reason, last = f"is not one of the {world_size} ranks", world_size - 1
+            remedy = f"write 0 to {last}" if last else "write 0"
+            problems.append(Problem("--dry-run-rank", options.dry_run_rank, reason, remedy))
         refuse([*problems, *check_tree(config, world_size)])
         if options.dry_run:
             say(_dry_run(recipe, base, config, world_size))
+            if isinstance(config, DescribesRun):
+                say(f"\n{config.describe_run(world_size, options.dry_run_rank)}")
             return 0
         if world_size > 1 and not environment.is_rank():
             ending = launch(
@@ -111,7 +117,7 @@ def _count_ranks(options: TrainOptions, problems: list[Problem]) -> tuple[int, i
         return 1, environment.world_size()
     gpus = torch_api.cuda.device_count()
     ranks_here = options.ngpu or max(1, gpus)
-    if 0 < gpus < ranks_here:
+    if 0 < gpus < ranks_here and not options.dry_run:
         reason = f"is more than the {gpus} GPUs of this machine"
         problems.append(Problem("--ngpu", ranks_here, reason, f"set it to {gpus} or less"))
     return ranks_here, ranks_here * options.nnodes

@@ -19,6 +19,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.debug.dry_run import plan
 from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
 from torchtitan.models.model import Model
@@ -26,8 +27,12 @@ from torchtitan.objectives.next_token import NextToken
 from torchtitan.optim.clipping import clip_gradients, global_grad_norm
 from torchtitan.optim.optimizer import AdamW, Optimizer
 from torchtitan.optim.schedule import Schedule
+from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
+from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
+from torchtitan.parallel.pipeline import splits_backward
+from torchtitan.parallel.traffic import Step
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
 from torchtitan.training.feed import Feed
@@ -51,7 +56,7 @@ class StepMetrics:
         loss: global loss before the update.
         grad_norm: global norm before clipping.
         lr: learning rate of the first parameter group.
-        metrics: the objective's own means.
+        metrics: the objective's own means, and what modules report of themselves.
     """
 
     loss: Tensor
@@ -67,7 +72,17 @@ class Trainer(Configurable):
     class Config(Configurable.Config):
         """A whole run."""
 
-        OPERATIONAL = frozenset({"folder", "parallelism", "validation", "checkpoint", "metrics"})
+        OPERATIONAL = frozenset(
+            {
+                "folder",
+                "parallelism",
+                "activation_checkpointing",
+                "compile",
+                "validation",
+                "checkpoint",
+                "metrics",
+            }
+        )
 
         model: Model.Config
         """What is trained."""
@@ -85,6 +100,12 @@ class Trainer(Configurable):
         """Steps, batch, precision and seed."""
         parallelism: Mesh.Config = field(default_factory=Mesh.Config)
         """How the ranks share the work."""
+        activation_checkpointing: ActivationCheckpointing.Config = field(
+            default_factory=ActivationCheckpointing.Config
+        )
+        """What is kept between forward and backward, and what is computed again."""
+        compile: Compile.Config = field(default_factory=Compile.Config)
+        """Compilation of the blocks."""
         validation: Validation.Config | None = None
         """Loss on held-out rows; None for none."""
         checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
@@ -114,6 +135,12 @@ class Trainer(Configurable):
                     micro = self.training.micro_batch_rows
                     found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
                 found += [(p, "parallelism.pipeline") for p in unfit]
+                if pp > 1 and not unfit and splits_backward(pipeline):
+                    recompute = self.activation_checkpointing
+                    found += [
+                        (p, "activation_checkpointing")
+                        for p in recompute.check_split_backward(pipeline.schedule)
+                    ]
                 found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
                 found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
             for problem, section in found:
@@ -127,6 +154,35 @@ class Trainer(Configurable):
             if tree.schedule.steps is None:
                 tree.schedule.steps = tree.training.steps
             return tree
+
+        def describe_run(self, world_size: int, rank: int) -> str:
+            """See `DescribesRun`; the device is this machine's, as far as the types follow from it."""
+            training = self.training
+            kind = "cuda" if training.device == "auto" and torch.cuda.is_available() else "cpu"
+            device = torch.device(kind if training.device == "auto" else training.device)
+            dtype = Training.compute_dtype(training, device)
+            degrees, pipeline = self.parallelism.resolve(world_size), self.parallelism.pipeline
+            rows = training.global_batch_rows // degrees.data
+            micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+                degrees.pp, rows
+            )
+            plan_of_rank = plan(
+                rank=rank,
+                world_size=world_size,
+                mesh=self.parallelism,
+                cut_model=lambda mesh: _cut_model(self, mesh, dtype, meta=True),
+                build_optimizer=lambda model: self.optimizer.build(
+                    model.named_parameters(), model.names_elsewhere()
+                ),
+                step=Step(
+                    micro_batches=rows // micro_batch_rows,
+                    micro_batch_rows=micro_batch_rows,
+                    seq_len=training.seq_len,
+                    compute_itemsize=dtype.itemsize,
+                ),
+                compute=f"{dtype} (training.compute_dtype={training.compute_dtype} on {device.type})",
+            )
+            return str(plan_of_rank)
 
         def build(self) -> "Trainer":
             """Join the other ranks, build everything and load the checkpoint to resume from, if there is one."""
@@ -205,6 +261,12 @@ class Trainer(Configurable):
                     f"{self.checkpointer.latest()}; run the same command again to go on"
                 )
             self.checkpointer.wait()
+        log.info(
+            "done: %d of %d steps; the run is in %s",
+            self.step,
+            self.config.training.steps,
+            self.folder,
+        )
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
@@ -218,11 +280,13 @@ class Trainer(Configurable):
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
         policy.optimizer.step(skip)
+        module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
         self.step += 1
         self.guard.check()  # of the step before this one
         self.guard.start_report()
-        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=loss.metrics)
+        metrics = {**loss.metrics, **module_metrics}
+        return StepMetrics(loss=loss.total, grad_norm=grad_norm, lr=lr, metrics=metrics)
 
     def save(self) -> None:
         """Save everything that decides the next step."""
@@ -280,14 +344,7 @@ class Trainer(Configurable):
     def _build_policy(self) -> Trainable:
         config = self.config
         dtype = Training.compute_dtype(config.training, self.device)
-        model = parallelize(
-            config.model,
-            self.mesh,
-            pipeline=config.parallelism.pipeline,
-            compute_dtype=dtype,
-            reshard_after_forward=config.parallelism.reshard_after_forward,
-            seed=config.training.seed,
-        )
+        model = _cut_model(config, self.mesh, dtype)
         objective = config.objective.build()
         return Trainable(
             model=model,
@@ -376,6 +433,23 @@ class Trainer(Configurable):
         except BaseException:
             self._together = False
             raise
+
+
+def _cut_model(
+    config: Trainer.Config, mesh: Mesh, dtype: torch.dtype, *, meta: bool = False
+) -> Model:
+    """The model of a run, cut over ``mesh``; see `parallelize`."""
+    return parallelize(
+        config.model,
+        mesh,
+        pipeline=config.parallelism.pipeline,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+        compute_dtype=dtype,
+        reshard_after_forward=config.parallelism.reshard_after_forward,
+        seed=config.training.seed,
+        meta=meta,
+    )
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def test_a_changed_setting_is_exit_4(tmp_path):
     assert train("--training.steps=1", "--folder=run", cwd=tmp_path).returncode == 0
     done = train("--training.steps=2", "--folder=run", "--optimizer.lr=0.5", cwd=tmp_path)
     assert done.returncode == 4
-    assert "optimizer.lr: 0.002 -> 0.5" in done.stderr
+    assert "optimizer.lr: 0.003 -> 0.5" in done.stderr
 
 
 def test_no_secret_reaches_the_screen_or_the_disk(tmp_path):

@@ -19,7 +19,9 @@ options:
   --ngpu N       processes on this machine (default: one a GPU; one if there is no GPU, more then run on the CPU)
   --nnodes N     machines that train together (default 1); see torchtitan --help for their variables
   --log-rank R   which of this machine's processes show their output: 0 or 0,1 or all (default 0)
-  --dry-run      resolve and check the config, print it and what differs from the recipe, and exit
+  --dry-run      resolve and check the config, print it, what differs from the recipe, and what a rank will hold and
+                 send; --ngpu and --nnodes may be more than this machine has
+  --dry-run-rank R  the same, for rank R instead of 0
   --help         this, and every field of the recipe
 
 Every field of the recipe's config can be overridden: --section.field value, or --section.field=value for a value
@@ -39,6 +41,7 @@ class TrainOptions:
         nnodes: machines.
         log_ranks: local ranks that show their output; None means all.
         dry_run: check and print only.
+        dry_run_rank: the rank that a dry run describes.
         help: print the help only.
         flags: overrides of the recipe.
     """
@@ -49,6 +52,7 @@ class TrainOptions:
     nnodes: int
     log_ranks: frozenset[int] | None
     dry_run: bool
+    dry_run_rank: int
     help: bool
     flags: tuple[Flag, ...]
 
@@ -61,7 +65,7 @@ def parse_options(argv: Sequence[str]) -> TrainOptions:
     """
     wants_help = any(argument in ("-h", "--help") for argument in argv)
     flags, problems = split_flags(a for a in argv if a not in ("-h", "--help"))
-    names = ("module", "config", "ngpu", "nnodes", "log-rank", "dry-run")
+    names = ("module", "config", "ngpu", "nnodes", "log-rank", "dry-run", "dry-run-rank")
     ours = {flag.name: flag for flag in flags if flag.name in names}
     reader = _Reader(ours, problems)
     options = TrainOptions(
@@ -70,7 +74,8 @@ def parse_options(argv: Sequence[str]) -> TrainOptions:
         ngpu=reader.count("ngpu"),
         nnodes=reader.count("nnodes") or 1,
         log_ranks=reader.ranks("log-rank"),
-        dry_run=reader.switch("dry-run"),
+        dry_run=reader.switch("dry-run") or "dry-run-rank" in ours,
+        dry_run_rank=reader.number("dry-run-rank"),
         help=wants_help,
         flags=tuple(flag for flag in flags if flag.name not in names),
     )
@@ -107,6 +112,13 @@ class _Reader:
             self.problem(flag, "is not a whole number above 0", f"write --{name} 1 or more")
             return None
         return int(flag.text)
+
+    def number(self, name: str) -> int:
+        flag = self.flags.get(name)
+        if flag is not None and not flag.text.isdecimal():
+            self.problem(flag, "is not a rank", f"write --{name} 0 or more")
+            return 0
+        return int(flag.text) if flag else 0
 
     def ranks(self, name: str) -> frozenset[int] | None:
         flag = self.flags.get(name)

@@ -1,4 +1,4 @@
-from torchtitan.config.configurable import ChecksWorld, Configurable, Problem
+from torchtitan.config.configurable import ChecksWorld, Configurable, DescribesRun, Problem
 from torchtitan.config.differences import Difference, differences
 from torchtitan.config.serialize import from_dict, to_dict
 from torchtitan.config.show import format_tree
@@ -7,6 +7,7 @@ from torchtitan.config.tree import Entry, check_tree, clone, entries, leaves, wa
 __all__ = [
     "ChecksWorld",
     "Configurable",
+    "DescribesRun",
     "Difference",
     "Entry",
     "Problem",

@@ -56,3 +56,12 @@ class ChecksWorld(Protocol):
     def check_world(self, world_size: int) -> Iterator[Problem]:
         """Yield what is wrong when the run has ``world_size`` ranks; paths are from the root."""
         ...
+
+
+@runtime_checkable
+class DescribesRun(Protocol):
+    """A root config that can say what each rank of its run will do."""
+
+    def describe_run(self, world_size: int, rank: int) -> str:
+        """What ``rank`` of ``world_size`` holds and sends, as text; builds nothing that lasts."""
+        ...

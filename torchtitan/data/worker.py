@@ -113,24 +113,26 @@ def make_pieces(plan: Plan, worker: int = 0, n_workers: int = 1) -> Iterator[Pie
 
 def start_workers(plan: Plan, n_workers: int, prefetch: int) -> Iterator[Piece]:
     """Make pieces in ``n_workers`` processes; they come out in the order of the workers, step by step."""
-    loader = DataLoader(
-        _Pieces(plan),
-        batch_size=None,
-        num_workers=n_workers,
-        prefetch_factor=prefetch,
-        collate_fn=_unchanged,
-        worker_init_fn=_outlive_signals,
-        # Drawing the workers' seeds from the global generator would shift the randomness of the
-        # run.
-        generator=torch.Generator(),
-        # Forked workers start at once, share the memory of the row indices, and can run a source
-        # that was defined in a recipe file. They touch no CUDA. Elsewhere (macOS) system libraries
-        # do not survive a fork.
-        multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
-    )
     with warnings.catch_warnings():
         # Python >= 3.12 warns of every fork in a process with threads (torch always has some).
         warnings.filterwarnings("ignore", ".*fork", category=DeprecationWarning)
+        # More workers than cores is the user's choice: they wait for a disk or a network, perhaps.
+        warnings.filterwarnings("ignore", "This DataLoader will create", category=UserWarning)
+        loader = DataLoader(
+            _Pieces(plan),
+            batch_size=None,
+            num_workers=n_workers,
+            prefetch_factor=prefetch,
+            collate_fn=_unchanged,
+            worker_init_fn=_outlive_signals,
+            # Drawing the workers' seeds from the global generator would shift the randomness of
+            # the run.
+            generator=torch.Generator(),
+            # Forked workers start at once, share the memory of the row indices, and can run a
+            # source that was defined in a recipe file. They touch no CUDA. Elsewhere (macOS) system
+            # libraries do not survive a fork.
+            multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
+        )
         return iter(loader)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Problem
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.embedding import Embedding
-from torchtitan.models.layers.feed_forward import SwiGLU
+from torchtitan.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan.models.layers.head import Head
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.model import Model, ParameterCounts
@@ -36,8 +37,12 @@ class Decoder(Model):
         """Number of blocks."""
         attention: GQA.Config
         """Attention of every block."""
-        feed_forward: SwiGLU.Config
-        """Feed-forward layer of every block."""
+        feed_forward: FeedForward.Config
+        """Feed-forward layer of every block, dense or with experts."""
+        first_k_dense: int = 0
+        """Blocks at the start that have `dense_feed_forward` instead."""
+        dense_feed_forward: SwiGLU.Config | None = None
+        """Feed-forward layer of the first `first_k_dense` blocks."""
         norm: RMSNorm.Config = field(default_factory=RMSNorm.Config)
         """Norm before each layer and before the head."""
         rope: RoPE.Config = field(default_factory=RoPE.Config)
@@ -57,6 +62,23 @@ class Decoder(Model):
                     yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
             if self.init_std <= 0:
                 yield Problem("init_std", self.init_std, "is not positive", "set one such as 0.02")
+            for p in self.feed_forward.check_dim(self.dim):
+                yield Problem(f"feed_forward.{p.path}", p.value, p.reason, p.remedy)
+            if not 0 <= self.first_k_dense <= self.n_layers:
+                yield Problem(
+                    "first_k_dense",
+                    self.first_k_dense,
+                    f"is not between 0 and n_layers={self.n_layers}",
+                    "choose from that range",
+                )
+            if (self.dense_feed_forward is None) != (self.first_k_dense == 0):
+                yield Problem(
+                    "first_k_dense",
+                    self.first_k_dense,
+                    f"and dense_feed_forward={'None' if self.dense_feed_forward is None else 'SwiGLU.Config'} "
+                    "do not go together",
+                    "set both, or 0 and None",
+                )
             heads = self.attention.n_heads
             if self.attention.head_dim is None and heads > 0 and self.dim % (2 * heads):
                 yield Problem(
@@ -85,6 +107,10 @@ class Decoder(Model):
                     f"is fewer than parallelism.pp={degrees.pp}, and each rank of a pipeline needs a block",
                     f"set parallelism.pp to {self.n_layers} or less",
                 )
+            lendable = degrees.dp_shard * degrees.cp * degrees.tp
+            for problem in self.feed_forward.check_ep(degrees.ep, lendable):
+                path = f"feed_forward.{problem.path}".removesuffix(".")
+                yield Problem(path, problem.value, problem.reason, problem.remedy)
 
         def build(self) -> "Decoder":
             """Make the decoder."""
@@ -95,7 +121,7 @@ class Decoder(Model):
         self.config = config
         self.is_first = self.is_last = True
         self.embedding = Embedding(config.vocab_size, config.dim, init_std=config.init_std)
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, i) for i in range(config.n_layers))
         self.norm = config.norm.build(config.dim)
         head_std = min(
             config.init_std, config.dim**-0.5
@@ -120,6 +146,9 @@ class Decoder(Model):
         """
         rope = self.rope(positions)  # 2 x (B, S, 1, Dh)
         mask = Mask(document_ids)
+        for block in self.layers:
+            if isinstance(block, DecoderBlock):
+                block.attention.prepare(mask, positions.shape[1], positions.device)
         hidden_states = self.embedding(tokens) if self.is_first else tokens  # (B, S, D)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, mask)
@@ -159,9 +188,13 @@ class Decoder(Model):
     def parameter_counts(self) -> ParameterCounts:
         """See `Model.parameter_counts`."""
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear | Head))
+        experts = [m.expert_parameters() for m in self.modules() if isinstance(m, MoE)]
+        used = sum(active for _, active in experts)
+        total = sum(p.numel() for p in self.parameters())
         return ParameterCounts(
-            total=sum(p.numel() for p in self.parameters()),
-            matmul=matmul,
+            total=total,
+            active=total - sum(every for every, _ in experts) + used,
+            matmul=matmul + used,
             embedding=self.embedding.weight.numel(),
         )
 
@@ -178,7 +211,7 @@ class Decoder(Model):
 class DecoderBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
 
-    def __init__(self, config: Decoder.Config) -> None:
+    def __init__(self, config: Decoder.Config, index: int) -> None:
         super().__init__()
         residual_std = config.init_std / (2 * config.n_layers) ** 0.5
         self.attention_norm = config.norm.build(config.dim)
@@ -186,7 +219,8 @@ class DecoderBlock(nn.Module):
             dim=config.dim, init_std=config.init_std, residual_std=residual_std
         )
         self.feed_forward_norm = config.norm.build(config.dim)
-        self.feed_forward = config.feed_forward.build(
+        dense = config.dense_feed_forward if index < config.first_k_dense else None
+        self.feed_forward = (dense or config.feed_forward).build(
             dim=config.dim, init_std=config.init_std, residual_std=residual_std
         )
 

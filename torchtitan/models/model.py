@@ -20,11 +20,13 @@ class ParameterCounts:
 
     Attributes:
         total: all of them.
+        active: those that one token uses: all but the experts that it does not go to.
         matmul: those that each token is multiplied with, the head included (a tied table counts here).
         embedding: those of the token embedding.
     """
 
     total: int
+    active: int
     matmul: int
     embedding: int
 

@@ -47,6 +47,11 @@ class Objective(Configurable):
     loss_weights: Mapping[str, float]
     """Name of each loss -> its weight in the total."""
 
+    @property
+    def main_loss(self) -> str:
+        """The loss whose normalizer a module's own losses are divided by too: the first of `loss_weights`."""
+        return next(iter(self.loss_weights))
+
     def prepare(self, batch: Batch, models: Mapping[str, Model]) -> Batch:
         """Return the batch with what the loss needs besides (reference log-probs, advantages); runs without grad."""
         del models

@@ -55,6 +55,10 @@ def _swap(x: Tensor, group: str) -> Tensor:
     return received
 
 
+OPERATOR = torch.ops.torchtitan.swap.default
+"""For policies that name operators, such as that of selective checkpointing."""
+
+
 @_swap.register_fake
 def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape)

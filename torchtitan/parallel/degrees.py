@@ -62,7 +62,10 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_fitting(wanted: Degrees, world_size: int, limit: int = 3) -> Iterator[Degrees]:
-    """Yield the meshes of ``world_size`` ranks that change the fewest axes of ``wanted``, then the least."""
+    """Yield the meshes of ``world_size`` ranks that change the fewest axes of ``wanted``, then the least.
+
+    Tensor parallel is never proposed to a mesh that has none.
+    """
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     now = [getattr(wanted, name) for name in names]
     found: list[tuple[int, float, list[int]]] = []
@@ -77,5 +80,6 @@ def nearest_fitting(wanted: Degrees, world_size: int, limit: int = 3) -> Iterato
             search([*chosen, degree], left // degree)
 
     search([], world_size)
-    for _, _, mesh in sorted(found)[:limit]:
+    fitting = [mesh for mesh in sorted(found) if wanted.tp > 1 or mesh[2][-1] == 1]
+    for _, _, mesh in fitting[:limit]:
         yield Degrees(**dict(zip(names, mesh, strict=True)), ep=1)

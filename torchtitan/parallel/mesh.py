@@ -49,7 +49,7 @@ class Mesh(Configurable):
         cp: int = 1
         """Context parallel: ranks that share the tokens of a row."""
         tp: int = 1
-        """Tensor parallel: ranks that share each matmul."""
+        """Tensor parallel: ranks that share each matmul. Only 1 so far."""
         pp: int = 1
         """Pipeline parallel: groups of ranks that hold different blocks."""
         pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
@@ -91,6 +91,13 @@ class Mesh(Configurable):
                 if value < 1 and not (inferable and value == -1):
                     remedy = "set 1 or more" + (", or -1 to infer it" if inferable else "")
                     yield Problem(name, value, "is not a degree", remedy)
+            if self.tp > 1:
+                yield Problem(
+                    "tp",
+                    self.tp,
+                    "asks for tensor parallel, which this version does not have",
+                    "set it to 1, and shard with dp_shard, cp or pp",
+                )
             if self.dp_replicate == self.dp_shard == -1:
                 yield Problem(
                     "dp_shard", -1, "and dp_replicate=-1 cannot both be inferred", "set one of them"
@@ -158,7 +165,8 @@ class Mesh(Configurable):
         self.dp_rank: int = grid.get_local_rank("data")
         """This rank's number among the data ranks; its cp, tp and pp peers have the same rows."""
         timeout = timedelta(seconds=config.timeout_s)
-        self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        fake = dist.get_backend() == "fake"  # a dry run
+        self.control: Any = dist.new_group(backend="fake" if fake else "gloo", timeout=timeout)
         """CPU group of all ranks, for decisions that the hosts take together."""
 
     def _factor(self, **axes: int) -> "DeviceMesh":
@@ -176,6 +184,15 @@ class Mesh(Configurable):
         if self.loss.size() > 1:
             dist.all_reduce(tensor, group=self.loss.get_group())
         return tensor
+
+    def sum_over_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add ``tensor`` up over the ranks that route different tokens, in place, and return it.
+
+        These are the ranks of `sum_over_data` and the tp peers, which route a part of the row each.
+        """
+        if self.tp.size() > 1:
+            dist.all_reduce(tensor, group=self.tp.get_group())
+        return self.sum_over_data(tensor)
 
     def describe(self) -> str:
         """The mesh in words, for the log."""

@@ -1,13 +1,20 @@
 """The one place that stacks the parallelisms, in order, for every model."""
 
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import nn
 
 from torchtitan.models.layers.init import init_weights
 from torchtitan.models.model import Model
+from torchtitan.parallel.activation_checkpointing import (
+    ActivationCheckpointing,
+    apply_activation_checkpointing,
+)
+from torchtitan.parallel.compile import Compile, apply_compile
 from torchtitan.parallel.context import apply_context_parallel
+from torchtitan.parallel.expert import apply_expert_parallel
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts, Pipeline
@@ -17,10 +24,13 @@ def parallelize(
     config: Model.Config,
     mesh: Mesh,
     *,
+    activation_checkpointing: ActivationCheckpointing.Config,
+    compile: Compile.Config,
     pipeline: Pipeline.Config,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,
+    meta: bool = False,
 ) -> Model:
     """Build a model on the meta device, cut it, and only then give each rank memory for its part.
 
@@ -30,20 +40,26 @@ def parallelize(
         config: of the model.
         mesh: of the run.
         pipeline: how the model is cut into stages.
+        activation_checkpointing: what of a block's inside is kept for the backward.
+        compile: how blocks are compiled.
         compute_dtype: type of matmuls and activations; parameters are kept in float32.
         reshard_after_forward: see `Mesh.Config`.
         seed: of the initial weights.
+        meta: leave the parameters without memory, on the meta device.
     """
     with torch.device("meta"):
         whole = config.build()
+    finish = partial(
+        _parallelize_stage,
+        mesh=mesh,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        compute_dtype=compute_dtype,
+        seed=seed,
+        meta=meta,
+    )
     if mesh.degrees.pp == 1:
-        return _parallelize_stage(
-            whole,
-            mesh,
-            compute_dtype=compute_dtype,
-            reshard_after_forward=reshard_after_forward,
-            seed=seed,
-        )
+        return finish(whole, reshard_after_forward=reshard_after_forward)
     cut = pipeline.build(pp=mesh.degrees.pp, n_blocks=len(whole.blocks()))
     stages = cut.stages_of(mesh.pp.get_local_rank())
     parts = []
@@ -51,36 +67,37 @@ def parallelize(
         with torch.device("meta"):
             part = config.build()
         part.keep(cut.blocks[stage], stage == 0, stage == cut.n_stages - 1)
-        _parallelize_stage(
-            part,
-            mesh,
-            compute_dtype=compute_dtype,
-            reshard_after_forward=reshard_after_forward and not cut.gathers_stages,
-            seed=seed,
-        )
+        finish(part, reshard_after_forward=reshard_after_forward and not cut.gathers_stages)
         parts.append(part)
     return ModelParts(whole, parts, stages, cut, mesh.pp, dtype=compute_dtype)
 
 
 def _parallelize_stage(
     model: Model,
-    mesh: Mesh,
     *,
+    mesh: Mesh,
+    activation_checkpointing: ActivationCheckpointing.Config,
+    compile: Compile.Config,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,
+    meta: bool,
 ) -> Model:
     """Cut a model or one stage of it, which is on the meta device, in place, and fill this rank's part."""
+    apply_expert_parallel(model, mesh)
     apply_context_parallel(model, mesh.cp, mesh.context.kind)
+    apply_activation_checkpointing(model, activation_checkpointing)
+    apply_compile(model, compile)  # after it: the graph holds the recomputation
     apply_fsdp(
         model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward
     )
-    _materialise(model, mesh.device)
-    init_weights(model, seed)
+    if not meta:
+        materialise(model, mesh.device)
+        init_weights(model, seed)
     return model
 
 
-def _materialise(model: Model, device: torch.device) -> None:
+def materialise(model: Model, device: torch.device) -> None:
     """Give the parameters memory on ``device``; one that several modules share stays one."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

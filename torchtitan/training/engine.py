@@ -11,6 +11,7 @@ from torchtitan.models.model import Model
 from torchtitan.objectives.objective import Context, Objective, Sums
 from torchtitan.parallel.fsdp import set_gradient_sync
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.training.participants import Participants
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Engine:
         self.model = model
         self.objective = objective
         self.mesh = mesh
+        self.participants = Participants(model, mesh)
         self._zero = torch.zeros((), device=mesh.device)
 
     def totals(self, microbatches: Sequence[Batch]) -> dict[str, Tensor]:
@@ -56,6 +58,7 @@ class Engine:
     ) -> StepLoss:
         """Add the gradients of the step's total loss to the parameters; they are complete when this returns."""
         context = Context(totals=totals)
+        self.participants.before_step(totals[self.objective.main_loss])
         return self.reduce(self.accumulate(microbatches, context), totals)
 
     def accumulate(self, microbatches: Sequence[Batch], context: Context) -> Sequence[Sums]:

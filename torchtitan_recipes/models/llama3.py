@@ -8,6 +8,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama3.sizes import llama3
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.schedule import Schedule
+from torchtitan.parallel.mesh import Mesh
 from torchtitan.trainer import Trainer
 from torchtitan.training.settings import Training
 from torchtitan.training.validation import Validation
@@ -30,6 +31,7 @@ def llama3_debugmodel() -> Trainer.Config:
         # Its own length, so that a finished run can be continued with more steps: they run at the minimum.
         schedule=Schedule.Config(steps=280, warmup_steps=20, decay_steps=180, min_factor=0.1),
         training=Training.Config(steps=280, seq_len=128, global_batch_rows=16),
+        parallelism=Mesh.Config(reshard_after_forward=False),  # small enough to stay gathered
         validation=Validation.Config(
             every_n_steps=70,
             data=Loader.Config(

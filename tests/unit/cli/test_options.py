@@ -25,6 +25,12 @@ def test_options_and_overrides_in_any_order():
     assert parse_options(["--log-rank", "all"]).log_ranks is None
 
 
+def test_the_rank_of_a_dry_run_makes_it_one():
+    options = parse_options(["--dry-run-rank", "3"])
+    assert (options.dry_run, options.dry_run_rank) == (True, 3)
+    assert parse_options(["--dry-run"]).dry_run_rank == 0
+
+
 def test_a_later_option_wins():
     assert parse_options(["--ngpu", "1", "--ngpu", "2"]).ngpu == 2
 

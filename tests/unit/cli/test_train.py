@@ -127,7 +127,7 @@ def test_the_default_recipe_is_checked_before_anything_heavy_is_imported():
         import sys
         from torchtitan.train import main
 
-        assert main(["--dry-run", "--ngpu", "2"]) == 0
+        assert main(["--dry-run", "--ngpu", "2", "--training.steps", "0"]) == 2
         assert main(["--training.stepz", "1"]) == 2
         assert main(["--ngpu", "7", "--training.steps", "x"]) == 2
         assert main(["--help"]) == 0

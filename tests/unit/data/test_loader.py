@@ -153,9 +153,10 @@ def test_workers_do_not_touch_the_random_numbers_of_the_run():
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_outlive_the_first_signal(signal_number):
     """A signal to the process group must not take the batches away that come before the last save."""
+    before = set(torch.multiprocessing.active_children())
     loader = build(config(n_workers=1), rows=4)
     loader.next()
-    (worker,) = torch.multiprocessing.active_children()
+    (worker,) = set(torch.multiprocessing.active_children()) - before
     os.kill(worker.pid, signal_number)
     time.sleep(0.1)
     for _ in range(5):
@@ -166,9 +167,10 @@ def test_workers_outlive_the_first_signal(signal_number):
 
 
 def test_a_worker_that_dies_is_a_data_error():
+    before = set(torch.multiprocessing.active_children())
     loader = build(config(n_workers=1, prefetch=1), rows=4)
     loader.next()
-    (worker,) = torch.multiprocessing.active_children()
+    (worker,) = set(torch.multiprocessing.active_children()) - before
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(
         DataError, match=r"a data worker died .*n_workers=0 reads the data in the training process"

@@ -11,8 +11,8 @@ from torchtitan.parallel.mesh import Mesh
         ({}, 8, Degrees(dp_shard=8)),
         ({"dp_replicate": 2}, 8, Degrees(dp_replicate=2, dp_shard=4)),
         ({"dp_replicate": -1, "dp_shard": 2}, 8, Degrees(dp_replicate=4, dp_shard=2)),
-        ({"tp": 2, "pp": 2, "cp": 2}, 16, Degrees(pp=2, cp=2, tp=2, dp_shard=2)),
-        ({"tp": 8}, 8, Degrees(tp=8)),
+        ({"pp": 2, "cp": 2}, 16, Degrees(pp=2, cp=2, dp_shard=4)),
+        ({"pp": 8}, 8, Degrees(pp=8)),
         ({"ep": 4}, 8, Degrees(dp_shard=8, ep=4)),
         ({}, 1, Degrees()),
     ],
@@ -31,8 +31,8 @@ def text(config, world):
 def test_a_product_that_is_not_the_world_size_shows_the_equation_and_what_fits():
     assert text(Mesh.Config(dp_replicate=2, dp_shard=3), 8) == (
         "dp_shard=3: makes dp_replicate=2 * dp_shard=3 = 6 ranks, but the world size is 8; "
-        "set dp_replicate=2 * dp_shard=4; or dp_replicate=2 * dp_shard=2 * tp=2; or "
-        "dp_replicate=2 * dp_shard=2 * cp=2 (dp_shard=-1 infers it)"
+        "set dp_replicate=2 * dp_shard=4; or dp_replicate=2 * dp_shard=2 * cp=2; or "
+        "dp_replicate=4 * dp_shard=2 (dp_shard=-1 infers it)"
     )
 
 
@@ -46,6 +46,12 @@ def test_experts_borrow_ranks():
     assert text(Mesh.Config(ep=3), 8) == (
         "ep=3: does not divide the 8 ranks of dp_shard=8 * cp=1 * tp=1 that it borrows; "
         "choose one of [1, 2, 4, 8]"
+    )
+
+
+def test_tensor_parallel_is_refused():
+    assert "asks for tensor parallel, which this version does not have; set it to 1" in text(
+        Mesh.Config(tp=2), 2
     )
 
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.mask import Mask
+from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import apply_rope
+from torchtitan.ops.document_attention import document_attention
 
 
 class InnerAttention(nn.Module):
@@ -56,12 +59,25 @@ class SDPA(InnerAttention, Configurable):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``(B, S, H, Dh), 2 x (B, S, K, Dh) -> (B, S, H, Dh)``."""
-        lengths = mask.document_lengths if q.device.type == "cpu" else None
-        if lengths is not None:
-            return self._per_document(q, k, v, mask, lengths)
-        if mask.window is None and (mask.document_ids is None or q.device.type == "cpu"):
+        if mask.document_ids is not None and q.device.type == "cpu":
+            if is_compiling():  # one operator, so that the block stays one graph
+                return document_attention(
+                    q, k, v, mask.document_ids, causal=mask.causal, window=mask.window
+                )
+            lengths = mask.document_lengths
+            if lengths is not None:
+                return self._per_document(q, k, v, mask, lengths)
+            if mask.window is None:
+                return _attend(q, k, v, is_causal=mask.causal)
+        if mask.window is None and mask.document_ids is None:
             return _attend(q, k, v, is_causal=mask.causal)
         return _attend(q, k, v, attn_mask=mask.dense(q.shape[1], q.device))
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Make what ``forward`` needs of ``mask`` outside of the blocks: one that is compiled or recomputed may not."""
+        packed = mask.document_ids is not None
+        if (packed and device.type != "cpu") or (not packed and mask.window is not None):
+            mask.dense(seq_len, device)
 
     @staticmethod
     def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lengths: list[int]) -> Tensor:
@@ -106,6 +122,8 @@ class GQA(nn.Module, Configurable):
         """Features of a head, even; None means dim / n_heads."""
         window: int | None = None
         """Keys that a query sees, itself included; None for all."""
+        qk_norm: RMSNorm.Config | None = None
+        """Norm of each head's query and key before the position embedding; one weight for all heads. None for none."""
         inner: SDPA.Config = field(default_factory=SDPA.Config)
         """Backend that gets q, k, v and the mask."""
 
@@ -167,6 +185,8 @@ class GQA(nn.Module, Configurable):
         self.k_proj = Linear(dim, kv_dim, init_std=init_std)
         self.v_proj = Linear(dim, kv_dim, init_std=init_std)
         self.out_proj = Linear(q_dim, dim, init_std=residual_std)
+        self.q_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
+        self.k_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
         self.inner: InnerAttention = config.inner.build()
 
     def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
@@ -174,9 +194,15 @@ class GQA(nn.Module, Configurable):
         q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, H/tp, Dh)
         k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, S, K/tp, Dh)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
         return self.out_proj(out.flatten(2))  # (B, S, D)
+
+    def prepare(self, mask: Mask, seq_len: int, device: torch.device) -> None:
+        """Let the backend make what it needs of ``mask``, once for all layers of a forward, before the blocks run."""
+        self.inner.prepare(mask.windowed(self.window), seq_len, device)
 
     def score_flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Forward and backward FLOPs of the scores and their sum over values, per token.

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The feed-forward layer of a block: what all kinds have in common, and the dense one."""
 
 # Shapes: B batch, S sequence, D dim, F feed-forward dim. "/tp" = local to a TP rank.
 
@@ -12,11 +12,41 @@ from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 
 
-class SwiGLU(nn.Module, Configurable):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
+class FeedForward(nn.Module, Configurable):
+    """Base of the feed-forward layers, dense and with experts: ``(B, S, D) -> (B, S, D)``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Settings that every kind has."""
+
+        def build(self, *, dim: int, init_std: float, residual_std: float) -> "FeedForward":
+            """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""
+            raise TypeError(
+                f"{type(self).__qualname__} is a base; choose SwiGLU.Config or MoE.Config"
+            )
+
+        def check_dim(self, dim: int) -> Iterator[Problem]:
+            """Yield what is wrong with this layer in a model of width ``dim``."""
+            del dim
+            return iter(())
+
+        def check_ep(self, ep: int, lendable: int) -> Iterator[Problem]:
+            """Yield a problem if ``ep`` ranks cannot share this layer's experts, out of the ``lendable`` ranks."""
+            del lendable
+            if ep > 1:
+                yield Problem(
+                    "",
+                    type(self).__qualname__,
+                    f"has no experts for parallelism.ep={ep} ranks to share",
+                    "set parallelism.ep to 1",
+                )
+
+
+class SwiGLU(FeedForward):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
         """Settings of `SwiGLU`."""
 
         ffn_dim: int

@@ -42,16 +42,16 @@ class Initializer:
 
 @runtime_checkable
 class HasInitializers(Protocol):
-    """A module with parameters of its own, which says how each of them starts."""
+    """A module with parameters or buffers of its own, which says how each of them starts."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Map the name of each own parameter (``weight``) to its initializer."""
+        """Map the name of each own parameter or buffer (``weight``) to its initializer."""
         ...
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of ``model`` in place, sharded or not.
+    """Fill every parameter and buffer of ``model`` in place, sharded or not.
 
     A parameter that two modules share is filled once, under its first name.
 
@@ -60,11 +60,11 @@ def init_weights(model: nn.Module, seed: int) -> None:
         seed: of the whole run.
 
     Raises:
-        TypeError: if a module has a parameter that its ``initializers`` do not name.
+        TypeError: if a module has a parameter or buffer that its ``initializers`` do not name.
     """
-    seen: set[nn.Parameter] = set()
+    seen: set[Tensor] = set()
     for module_name, module in model.named_modules():
-        own = list(module.named_parameters(recurse=False))
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         declared = module.initializers() if isinstance(module, HasInitializers) else {}
         for own_name, parameter in own:
             if parameter in seen:
@@ -73,7 +73,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
             name = f"{module_name}.{own_name}" if module_name else own_name
             if own_name not in declared:
                 raise TypeError(
-                    f"parameter {name!r} has no initializer; "
+                    f"{name!r} has no initializer; "
                     f"name {own_name!r} in {type(module).__name__}.initializers()"
                 )
             fill(parameter, name, declared[own_name], seed)
@@ -121,7 +121,12 @@ def _held_indices(parameter: Tensor) -> list[Tensor]:
     for dim, size in enumerate(parameter.shape):
         index = torch.arange(size, device=parameter.device)
         shape = [size if d == dim else 1 for d in range(parameter.ndim)]
-        placements = [p if p.is_shard(dim) else torch_api.Replicate() for p in parameter.placements]
+        placements = [
+            p
+            if getattr(p, "dim", None) == dim
+            else torch_api.Replicate()  # is_shard() denies strided shards
+            for p in parameter.placements
+        ]
         spread = torch_api.distribute_tensor(
             index.view(shape), parameter.device_mesh, placements, src_data_rank=None
         )

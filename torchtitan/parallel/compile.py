@@ -1,0 +1,90 @@
+"""torch.compile, one graph a block."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from torchtitan import torch_api
+from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.errors import ConfigError
+from torchtitan.models.model import Model
+
+
+class Compile(Configurable):
+    """Compilation of the blocks. They are alike, so one graph serves them all, and start-up does not grow with depth."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Settings of `Compile`."""
+
+        enabled: bool = False
+        """Compile each block. The first step then takes seconds (CPU) to a minute longer."""
+        fullgraph: bool = True
+        """Refuse a block that is not one graph, instead of running its pieces one by one."""
+        backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+        """What compiles; the two others are for finding faults: aot_eager stops before the code generation, eager before
+        the autograd graph."""
+        mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+        """Of inductor: the second tries several kernels for each matmul, which takes minutes at the start."""
+
+        def check(self) -> Iterator[Problem]:
+            """See `Configurable.Config.check`."""
+            if self.mode != "default" and self.backend != "inductor":
+                yield Problem(
+                    "mode",
+                    self.mode,
+                    f"is one of inductor's, but backend={self.backend}",
+                    "set mode default, or backend inductor",
+                )
+
+
+def apply_compile(model: Model, config: Compile.Config) -> None:
+    """Compile the blocks of ``model`` in place, when they are first called; names and parameters stay as they are.
+
+    Before FSDP2, whose hooks so stay outside of the graphs.
+    """
+    if not config.enabled:
+        return
+    names = {module: name for name, module in model.named_modules()}
+    mode = None if config.mode == "default" else config.mode
+    for block in model.blocks():
+        block.compile(fullgraph=config.fullgraph, backend=config.backend, mode=mode)
+        _explain_failures(block, names[block])
+
+
+def _explain_failures(block: nn.Module, name: str) -> None:
+    """Let what torch.compile refuses name the block and say what to do."""
+    compiled: Callable[..., Any] | None = block._compiled_call_impl
+    if compiled is None:  # TORCH_COMPILE_DISABLE leaves a plain call
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except (torch_api.TorchDynamoException, torch_api.FailOnRecompileLimitHit) as error:
+            raise ConfigError(_explanation(name, error)) from error
+
+    block._compiled_call_impl = call
+
+
+def _explanation(name: str, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    if reason.endswith(":"):  # what follows is the cause
+        reason = " ".join(lines[:2])
+    if isinstance(error, torch_api.FailOnRecompileLimitHit):
+        remedy = "keep the shapes of all micro-batches equal, or set compile.enabled=False"
+        return f"compile.enabled=True: {name} was compiled too often ({reason}); {remedy}"
+    if isinstance(error, torch_api.BackendCompilerFailed):
+        remedy = "set compile.backend=aot_eager to see whether it is inductor's, or compile.enabled=False"
+        return f"compile.enabled=True: {name} cannot be compiled ({reason}); {remedy}"
+    remedy = "move what breaks it out of the block or into a custom operator, or set compile.fullgraph=False or compile.enabled=False"
+    return f"compile.fullgraph=True: {name} is not one graph ({reason}{_place(lines)}); {remedy}"
+
+
+def _place(lines: list[str]) -> str:
+    """The user's line where it happened, from dynamo's own trace in the message."""
+    places = [line for line in lines if line.startswith('File "')]
+    return f", {places[-1]}" if places else ""
