@@ -1,5 +1,7 @@
 """A pipeline of any schedule computes what one process computes."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,15 +23,13 @@ VOCAB = 4099  # does not divide by 2 or 4
 ALONE = {"pp": 1}
 
 
-def configure(
-    folder, pipeline, *, tied=False, n_layers=8, pp=2, dp_shard=1, reshard=True, **training
-):
+def configure(folder, pipeline, *, tied=False, pp=2, dp_shard=1, cp=1, reshard=True, **training):
     config = tiny(folder, **{"micro_batch_rows": 1, **training})
-    config.model = tiny_model(tied=tied, vocab_size=VOCAB, n_layers=n_layers)
-    config.parallelism.pp, config.parallelism.dp_shard = pp, dp_shard
+    config.model = tiny_model(tied=tied, vocab_size=VOCAB, n_layers=8)
+    config.parallelism.pp, config.parallelism.dp_shard, config.parallelism.cp = pp, dp_shard, cp
     config.parallelism.pipeline = pipeline
     config.parallelism.reshard_after_forward = reshard
-    assert check_tree(config, pp * dp_shard) == []
+    assert check_tree(config, pp * dp_shard * cp) == []
     return config
 
 
@@ -101,6 +101,10 @@ def alone(rank_pool, tmp_path_factory):
     }
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "options"),
     [
@@ -112,22 +116,22 @@ def alone(rank_pool, tmp_path_factory):
         ("InterleavedZeroBubble", 2, {"pp": 2}),
         ("ZBVZeroBubble", None, {"pp": 2}),
         ("DualPipeV", None, {"pp": 2}),
-        ("1F1B", None, {"pp": 4}),
+        slow("1F1B", None, {"pp": 4}),
         ("Interleaved1F1B", None, {"pp": 4}),
-        ("ZBVZeroBubble", None, {"pp": 4}),
-        ("DualPipeV", None, {"pp": 4}),
-        ("GPipe", None, {"pp": 2, "micro_batch_rows": 4}),
+        slow("ZBVZeroBubble", None, {"pp": 4}),
+        slow("DualPipeV", None, {"pp": 4}),
+        slow("GPipe", None, {"pp": 2, "micro_batch_rows": 4}),
         ("1F1B", None, {"pp": 2, "micro_batch_rows": None}),
-        ("GPipe", None, {"pp": 2, "tied": True}),
+        slow("GPipe", None, {"pp": 2, "tied": True}),
         ("Interleaved1F1B", None, {"pp": 2, "tied": True}),
-        ("ZBVZeroBubble", None, {"pp": 2, "tied": True}),
-        ("1F1B", None, {"pp": 4, "tied": True}),
+        slow("ZBVZeroBubble", None, {"pp": 2, "tied": True}),
+        slow("1F1B", None, {"pp": 4, "tied": True}),
         ("1F1B", None, {"pp": 2, "dp_shard": 2}),
-        ("1F1B", None, {"pp": 2, "dp_shard": 2, "reshard": False}),
-        ("Interleaved1F1B", None, {"pp": 2, "dp_shard": 2, "tied": True}),
-        ("InterleavedZeroBubble", None, {"pp": 2, "dp_shard": 2}),
+        slow("1F1B", None, {"pp": 2, "dp_shard": 2, "reshard": False}),
+        slow("Interleaved1F1B", None, {"pp": 2, "dp_shard": 2, "tied": True}),
+        slow("InterleavedZeroBubble", None, {"pp": 2, "dp_shard": 2}),
         ("ZBVZeroBubble", None, {"pp": 2, "dp_shard": 2, "tied": True}),
-        ("DualPipeV", None, {"pp": 2, "dp_shard": 2}),
+        slow("DualPipeV", None, {"pp": 2, "dp_shard": 2}),
     ],
     ids=str,
 )
@@ -209,19 +213,35 @@ def run(folder, pipeline, options, steps, *, validate=False):
     return losses, rows_logged, norm
 
 
-def test_whole_runs_and_validation_are_the_same(ranks, tmp_path):
-    ((want, want_validation, want_norm),) = ranks(
-        run_validated, 1, tmp_path / "alone", Pipeline.Config(), {**ALONE, "tied": True}
-    )
+@pytest.fixture(scope="module")
+def whole_run(rank_pool, tmp_path_factory):
+    options = {**ALONE, "tied": True}
+    folder = tmp_path_factory.mktemp("whole")
+    return rank_pool.run(run_validated, 1, folder, Pipeline.Config(), options)[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1F1B", {"pp": 2}),
+        ("InterleavedZeroBubble", {"pp": 2}),
+        slow("DualPipeV", {"pp": 2}),
+        slow("Interleaved1F1B", {"pp": 2, "cp": 2}),
+        slow("ZBVZeroBubble", {"pp": 2, "cp": 2}),
+        slow("LoopedBFS", {"pp": 4}),
+    ],
+    ids=str,
+)
+def test_whole_runs_and_validation_are_the_same(ranks, tmp_path, whole_run, schedule, options):
+    want, want_validation, want_norm = whole_run
     assert len(want_validation) == 2
-    for schedule in ("1F1B", "InterleavedZeroBubble", "DualPipeV"):
-        pipeline = Pipeline.Config(schedule=schedule)
-        results = ranks(run_validated, 2, tmp_path / schedule, pipeline, {"pp": 2, "tied": True})
-        assert results[0] == results[1]
-        for losses, validation, norm in results:
-            assert losses == pytest.approx(want, rel=1e-5)
-            assert validation == pytest.approx(want_validation, rel=1e-5)
-            assert norm == pytest.approx(want_norm, rel=1e-5)
+    world_size, pipeline = options["pp"] * options.get("cp", 1), Pipeline.Config(schedule=schedule)
+    results = ranks(run_validated, world_size, tmp_path, pipeline, {**options, "tied": True})
+    for losses, validation, norm in results:
+        assert (losses, validation) == results[0][:2]
+        assert losses == pytest.approx(want, rel=1e-5)
+        assert validation == pytest.approx(want_validation, rel=1e-5)
+        assert norm == pytest.approx(want_norm, rel=1e-5)
 
 
 def run_validated(folder, pipeline, options):
@@ -229,24 +249,19 @@ def run_validated(folder, pipeline, options):
 
 
 def test_checkpoints_load_under_another_split_and_without_one(ranks, tmp_path):
-    tied = {"tied": True}
-    ((straight, _, _),) = ranks(run, 1, tmp_path / "alone", Pipeline.Config(), {**ALONE, **tied}, 6)
-    for name, world_size, pipeline, options in [
-        ("one rank", 1, Pipeline.Config(), ALONE),
-        ("another split", 2, Pipeline.Config(blocks_per_stage=(1, 7)), {"pp": 2}),
-        ("another schedule", 2, Pipeline.Config(schedule="ZBVZeroBubble"), {"pp": 2}),
-        ("data ranks", 2, Pipeline.Config(), {"pp": 1, "dp_shard": 2}),
+    one, two, zbv = {**ALONE, "tied": True}, {"pp": 2, "tied": True}, "ZBVZeroBubble"
+    ((straight, _, _),) = ranks(run, 1, tmp_path / "alone", Pipeline.Config(), one, 4)
+    first = ranks(run, 2, tmp_path / "pp", Pipeline.Config(), two, 2)[0][0]
+    ((from_one, _, _),) = ranks(run, 1, tmp_path / "one", Pipeline.Config(), one, 2)
+    for name, saved, before, world_size, pipeline, options in [
+        ("one rank", "pp", first, 1, Pipeline.Config(), one),
+        ("another split", "pp", first, 2, Pipeline.Config(blocks_per_stage=(1, 7)), two),
+        ("from one rank", "one", from_one, 2, Pipeline.Config(schedule=zbv), two),
     ]:
-        folder = tmp_path / name
-        first = ranks(run, 2, folder, Pipeline.Config(), {"pp": 2, **tied}, 3)[0][0]
-        for then, _, _ in ranks(run, world_size, folder, pipeline, {**options, **tied}, 6):
-            assert first | then == pytest.approx(straight, rel=1e-5), name
-            assert list(then) == [4, 5, 6]
-    ((again, _, _),) = ranks(run, 1, tmp_path / "from one", Pipeline.Config(), {**ALONE, **tied}, 3)
-    for then, _, _ in ranks(
-        run, 2, tmp_path / "from one", Pipeline.Config(schedule="DualPipeV"), {"pp": 2, **tied}, 6
-    ):
-        assert again | then == pytest.approx(straight, rel=1e-5)
+        shutil.copytree(tmp_path / saved, tmp_path / name)
+        for then, _, _ in ranks(run, world_size, tmp_path / name, pipeline, options, 4):
+            assert before | then == pytest.approx(straight, rel=1e-5), name
+            assert list(then) == [3, 4]
 
 
 def run_with_a_bad_loss(folder):
@@ -301,7 +316,7 @@ def refusals(folder):
         with pytest.raises(TypeError, match="cut into stages") as caught:
             engine.model.keep(range(1), True, False)
         texts.append(str(caught.value))
-        config.optimizer.param_groups = [ParamGroup.Config(pattern="layers.8.*")]
+        trainer.config.optimizer.param_groups = [ParamGroup.Config(pattern="layers.8.*")]
         with pytest.raises(ConfigError, match="match none of the") as caught:
             trainer._build_policy()
         texts.append(str(caught.value))
