@@ -334,8 +334,11 @@ def test_heads_that_cannot_be_dealt_are_refused_with_all_else():
         "context.kind=ulysses; set cp to one of [1, 2], or context.kind to all_gather or ring",
     ]
     wide = tiny_model(attention=GQA.Config(n_heads=8, n_kv_heads=2))
-    assert problems(4, cp=4, kind="ulysses", model=wide) == []
-    assert problems(8, cp=8, kind="ring", model=model_of()) == []
+    assert problems(8, cp=4, tp=2, kind="ulysses", model=wide) == []
+    assert "leaves 4 heads to a rank of tp=2, which cannot be dealt to cp=8" in problems(
+        16, cp=8, tp=2, kind="ulysses", model=wide
+    )[0]  # fmt: skip
+    assert problems(16, cp=8, tp=2, kind="ring", model=wide) == []
 
 
 def refusals_of_calls():

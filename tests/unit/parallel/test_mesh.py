@@ -11,8 +11,12 @@ from torchtitan.parallel.mesh import Mesh
         ({}, 8, Degrees(dp_shard=8)),
         ({"dp_replicate": 2}, 8, Degrees(dp_replicate=2, dp_shard=4)),
         ({"dp_replicate": -1, "dp_shard": 2}, 8, Degrees(dp_replicate=4, dp_shard=2)),
-        ({"pp": 2, "cp": 2}, 16, Degrees(pp=2, cp=2, dp_shard=4)),
-        ({"pp": 8}, 8, Degrees(pp=8)),
+        (
+            {"tp": 2, "pp": 2, "cp": 2},
+            16,
+            Degrees(pp=2, cp=2, tp=2, dp_shard=2, sequence_shards=2),
+        ),
+        ({"tp": 8, "sequence_parallel": False}, 8, Degrees(tp=8)),
         ({"ep": 4}, 8, Degrees(dp_shard=8, ep=4)),
         ({}, 1, Degrees()),
     ],
@@ -46,12 +50,6 @@ def test_experts_borrow_ranks():
     assert text(Mesh.Config(ep=3), 8) == (
         "ep=3: does not divide the 8 ranks of dp_shard=8 * cp=1 * tp=1 that it borrows; "
         "choose one of [1, 2, 4, 8]"
-    )
-
-
-def test_tensor_parallel_is_refused():
-    assert "asks for tensor parallel, which this version does not have; set it to 1" in text(
-        Mesh.Config(tp=2), 2
     )
 
 
