@@ -37,12 +37,13 @@ def model_of(**changes):
     return tiny_model(**{"dim": 32, "attention": heads, "vocab_size": 4099, **changes})
 
 
-def gradients(folder, tp, shard, sequence_parallel, micro_batch_rows, model):
+def gradients(folder, tp, shard, sequence_parallel, micro_batch_rows, model, compiled=False):
     """Loss, gradient norm, gradients and weights of one step over 8 uneven rows."""
     config = tiny(folder, micro_batch_rows=micro_batch_rows)
     config.model = model
     config.parallelism.tp, config.parallelism.dp_shard = tp, shard
     config.parallelism.sequence_parallel = sequence_parallel
+    config.compile.enabled = compiled
     trainer = config.build()
     mesh, policy = trainer.mesh, trainer.models["policy"]
     batch = rows(8, 32, config.model.vocab_size)
@@ -86,6 +87,17 @@ def test_mesh_gives_the_same_gradients(
     model, expected = alone
     for result in ranks(
         gradients, tp * shard, tmp_path, tp, shard, sequence_parallel, micro_batch_rows, model
+    ):
+        assert_same(result, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+def test_compiled_blocks_give_the_same_gradients(ranks, tmp_path, alone, sequence_parallel):
+    """Blocks share one graph, so what a graph knows of a module must not be that of another block's."""
+    model, expected = alone
+    for result in ranks(
+        gradients, 4, tmp_path, 2, 2, sequence_parallel, 2, model, True, timeout_s=600
     ):
         assert_same(result, expected)
 
