@@ -99,11 +99,14 @@ class Mesh(Configurable):
             _init_process_group(device, config.timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.dp_replicate, self.dp_shard = config.resolve(self.world_size)
-        self.fsdp: DeviceMesh = torch_api.init_device_mesh(
+        both: DeviceMesh = torch_api.init_device_mesh(
             device.type,
             (self.dp_replicate, self.dp_shard),
             mesh_dim_names=("dp_replicate", "dp_shard"),
         )
+        self.fsdp: DeviceMesh = both if self.dp_replicate > 1 else both["dp_shard"]
+        """Of the parameters: (dp_replicate, dp_shard), or dp_shard alone where there is one copy, which saves an
+        all-reduce of each gradient over one rank."""
         timeout = timedelta(seconds=config.timeout_s)
         self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
         """CPU group of all ranks, for decisions that the hosts take together."""
