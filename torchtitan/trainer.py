@@ -142,7 +142,8 @@ class Trainer(Configurable):
                     micro = self.training.micro_batch_rows
                     found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
                 found += [(p, "parallelism.pipeline") for p in unfit]
-                if pp > 1 and not unfit and splits_backward(pipeline):
+                sound = not unfit and not any(True for _ in pipeline.check())
+                if pp > 1 and sound and splits_backward(pipeline):
                     recompute = self.activation_checkpointing
                     found += [
                         (p, "activation_checkpointing")

@@ -173,18 +173,21 @@ class Mesh(Configurable):
         self.context = config.context
         self.sequence_parallel = d.sequence_shards > 1
         """Whether the tp ranks divide the residual stream's tokens among them."""
-        # The same ranks, factored in three ways; tp is the innermost axis in all of them.
+        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        # The same ranks, factored in several ways; tp is the innermost axis in all of them.
         dense = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp)
         expert = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep)
         grid = self._factor(pp=d.pp, data=d.data, cp=d.cp, tp=d.tp)
         loss = self._factor(pp=d.pp, loss=d.data * d.cp, tp=d.tp)
-        self.fsdp: DeviceMesh = dense["dp_replicate", "fsdp"]
-        """Of dense parameters: (dp_replicate, fsdp), fsdp being dp_shard * cp."""
+        copies = ("dp_replicate",) if d.dp_replicate > 1 else ()
+        self.fsdp: DeviceMesh = dense[*copies, "fsdp"]
+        """Of dense parameters: (dp_replicate, fsdp), fsdp being dp_shard * cp; or fsdp alone where there is one copy,
+        which saves an all-reduce of each gradient over one rank."""
         self.tp: DeviceMesh = dense["tp"]
         self.pp: DeviceMesh = dense["pp"]
         self.cp: DeviceMesh = grid["cp"]
         self.ep: DeviceMesh = expert["ep"]
-        self.expert_fsdp: DeviceMesh = expert["dp_replicate", "efsdp"]
+        self.expert_fsdp: DeviceMesh = expert[*copies, "efsdp"]
         """Of expert parameters, besides their split over ``ep``."""
         self.loss: DeviceMesh = loss["loss"]
         """Ranks whose loss sums add up: they hold different tokens."""
@@ -196,9 +199,23 @@ class Mesh(Configurable):
         """CPU group of all ranks, for decisions that the hosts take together."""
 
     def _factor(self, **axes: int) -> "DeviceMesh":
-        return torch_api.init_device_mesh(
-            self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        """The ranks as a grid with named axes; axes of several factorings that have the same ranks share a group."""
+        ranks = torch.arange(self.world_size).view(*axes.values())
+        groups = [self._group(ranks.movedim(axis, -1).flatten(0, -2)) for axis in range(ranks.ndim)]
+        return torch_api.DeviceMesh.from_group(
+            groups, self.device.type, ranks, mesh_dim_names=tuple(axes)
         )
+
+    def _group(self, partition: torch.Tensor) -> dist.ProcessGroup:
+        """This rank's of the groups whose members are the rows of ``partition``, which all ranks make together."""
+        members = tuple(map(tuple, partition.tolist()))
+        if members not in self._groups:
+            whole = len(members) == 1
+            group: Any = (
+                dist.group.WORLD if whole else dist.new_subgroups_by_enumeration(members)[0]
+            )
+            self._groups[members] = group
+        return self._groups[members]
 
     @property
     def dp_world_size(self) -> int:

@@ -28,10 +28,10 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointing.Config,
     compile: Compile.Config,
     pipeline: Pipeline.Config,
-    async_tp: bool,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,
+    async_tp: bool = False,
     meta: bool = False,
 ) -> Model:
     """Build a model on the meta device, cut it, and only then give each rank memory for its part.
@@ -44,10 +44,10 @@ def parallelize(
         pipeline: how the model is cut into stages.
         activation_checkpointing: what of a block's inside is kept for the backward.
         compile: how blocks are compiled.
-        async_tp: see `Mesh.Config`.
         compute_dtype: type of matmuls and activations; parameters are kept in float32.
         reshard_after_forward: see `Mesh.Config`.
         seed: of the initial weights.
+        async_tp: see `Mesh.Config`.
         meta: leave the parameters without memory, on the meta device.
     """
     if async_tp and not meta:

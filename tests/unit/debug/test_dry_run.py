@@ -244,10 +244,10 @@ def test_the_recipe_is_described_from_the_command_line(capsys):
         "parameters",
         "of",
         "blocks",
-        "7",
-        "19.70",
+        "4",
+        "11.26",
         "MiB",
-        "17.24",
+        "9.85",
         "MiB",
     ]
     assert not dist.is_initialized()
