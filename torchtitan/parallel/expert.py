@@ -18,7 +18,7 @@ from torchtitan.parallel.mesh import Mesh
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
     """Cut the experts of every MoE layer over ``mesh.ep``, and let their tokens travel; in place.
 
-    The same path at every degree. The gradient of an expert needs no scaling: its rank gets the tokens of all ep
+    The gradient of an expert needs no scaling: its rank gets the tokens of all ep
     peers, and FSDP sums over the others, so it is the sum over all tokens.
 
     Args:
@@ -27,6 +27,8 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
     """
     for moe in (m for m in model.modules() if isinstance(m, MoE)):
         moe.dispatcher = AllToAll(mesh)
+        if mesh.degrees.ep == 1:
+            continue
         for stack in moe.experts.stacks():
             weight = torch_api.distribute_tensor(
                 stack.weight, mesh.ep, [torch_api.Shard(0)], src_data_rank=None
