@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 GRACE_S = 3.0  # for the other ranks to report, once one has failed
 
 
@@ -57,7 +57,7 @@ class Worker:
 
 
 class RankPool:
-    """Up to four processes, started when first needed, replaced after a failure."""
+    """Up to eight processes, started when first needed, replaced after a failure."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -71,7 +71,7 @@ class RankPool:
 
         Args:
             fn: a module-level function. Inside it `torch.distributed` is initialised.
-            world_size: 1 to 4.
+            world_size: 1 to 8.
             args: picklable arguments, the same for all ranks.
             timeout_s: of every collective, and of the whole call.
 

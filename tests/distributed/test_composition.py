@@ -1,122 +1,224 @@
-"""Parallelisms in combination compute what one process computes: the combinations that are accepted."""
+"""Parallelisms in combination compute what one process computes: the parity grid.
+
+Five steps in float32 over uneven packed documents with masked labels and several micro-batches: loss and gradient norm
+of each step, every parameter's first gradient by name, where every expert's tokens went, and the final weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.distributed.test_expert_parallel import moe_model
-from tests.tiny import full, rows, running, tiny, tiny_model
-from torchtitan.config import check_tree
-from torchtitan.models.layers.attention import GQA
-from torchtitan.models.layers.norm import RMSNorm
-from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
+import torchtitan.parallel.tensor
+from tests.distributed.grid import MODELS, N_ROWS, SLICE, Case, alone, cases
+from tests.tiny import full, rows, running
+from torchtitan.optim.optimizer import Optimizer
+from torchtitan.parallel.mesh import Mesh
 from torchtitan.training.feed import to_microbatches
 
-HEADS = GQA.Config(n_heads=4, n_kv_heads=2, qk_norm=RMSNorm.Config())
-MODELS = {
-    "dense": tiny_model(n_layers=4, vocab_size=4099),
-    "tied": tiny_model(n_layers=4, vocab_size=4099, tied=True),
-    "moe": moe_model(n_layers=4),
-    "heads": tiny_model(n_layers=4, vocab_size=4099, attention=HEADS),
-    "tied heads": tiny_model(n_layers=4, vocab_size=4099, attention=HEADS, tied=True),
-    # Without norms of queries and keys: here one process's own gradient of such a norm is 8e-6 off in float32.
-    "moe heads": moe_model(n_layers=4, attention=GQA.Config(n_heads=4, n_kv_heads=2)),
-}
-N_STEPS = 3
-
-GRID = [  # (model, degrees, options)
-    ("dense", {"pp": 2, "dp_replicate": 2}, {}),
-    ("dense", {"cp": 2, "dp_replicate": 2}, {}),
-    ("dense", {"pp": 2, "cp": 2}, {}),
-    ("dense", {"pp": 2, "cp": 2}, {"kind": "ring", "schedule": "Interleaved1F1B"}),
-    ("tied", {"pp": 2, "cp": 2}, {"kind": "ulysses", "recompute": "full"}),
-    ("dense", {"cp": 2, "dp_shard": 2}, {"recompute": "full"}),
-    ("dense", {"pp": 2, "dp_shard": 2}, {"recompute": "full"}),
-    ("moe", {"cp": 2, "ep": 2}, {}),
-    ("moe", {"cp": 2, "dp_shard": 2, "ep": 2}, {}),
-    ("moe", {"cp": 2, "dp_shard": 2, "ep": 4}, {"kind": "ring"}),
-    ("moe", {"pp": 2, "dp_shard": 2}, {}),
-    ("moe", {"pp": 2, "dp_shard": 2, "ep": 2}, {}),
-    ("moe", {"pp": 2, "cp": 2, "ep": 2}, {}),
-    ("moe", {"dp_shard": 2, "ep": 2}, {"recompute": "full"}),
-    ("heads", {"tp": 2, "dp_replicate": 2}, {}),
-    ("heads", {"tp": 2, "dp_shard": 2}, {"recompute": "selective", "sequence_parallel": False}),
-    ("tied heads", {"tp": 2, "dp_shard": 2}, {"recompute": "full"}),
-    ("heads", {"tp": 2, "cp": 2}, {}),
-    ("heads", {"tp": 2, "cp": 2}, {"kind": "ring", "sequence_parallel": False}),
-    ("heads", {"tp": 2, "cp": 2}, {"kind": "ulysses", "recompute": "full"}),
-    ("tied heads", {"tp": 2, "pp": 2}, {}),
-    ("heads", {"tp": 2, "pp": 2}, {"schedule": "Interleaved1F1B", "sequence_parallel": False}),
-    ("tied heads", {"tp": 2, "pp": 2}, {"schedule": "ZBVZeroBubble", "recompute": "full"}),
-    ("moe heads", {"tp": 2}, {}),
-    ("moe heads", {"tp": 2, "ep": 2}, {"recompute": "full"}),
-    ("moe heads", {"tp": 2, "dp_shard": 2, "ep": 2}, {}),
-    ("moe heads", {"tp": 2, "dp_shard": 2, "ep": 4}, {}),
-    ("moe heads", {"tp": 2, "cp": 2, "ep": 2}, {"kind": "ring"}),
-    ("moe heads", {"tp": 2, "pp": 2, "ep": 2}, {}),
-]
+N_STEPS = 5
+PAGE = Path(__file__).parents[2] / "docs" / "composability.md"
+# Adam divides by the root of a second moment: where that is near zero, rounding decides the direction of a step.
+WEIGHTS_REL = {"adamw": 1e-3, "sgd": 1e-5}
 
 
-def configured(folder, model, degrees, options):
-    config = tiny(folder, micro_batch_rows=2)
-    config.model = MODELS[model]
-    config.training.max_grad_norm = None  # the gradients are compared as they are
-    config.parallelism.dp_shard = 1
-    for name, degree in degrees.items():
-        setattr(config.parallelism, name, degree)
-    config.parallelism.sequence_parallel = options.get("sequence_parallel", True)
-    config.parallelism.context.kind = options.get("kind", "all_gather")
-    config.parallelism.pipeline.schedule = options.get("schedule", "1F1B")
-    if "recompute" in options:
-        config.activation_checkpointing = ActivationCheckpointing.Config(mode=options["recompute"])
-    return config
+@dataclass
+class Run:
+    """What one rank saw; parameters are whole, and those of its pipeline stages.
+
+    Attributes:
+        numbers: (loss, gradient norm) of each step.
+        routed: tokens of each expert of each layer, by step.
+        grads: of the first step.
+        moved: final weights less initial ones.
+    """
+
+    numbers: list[tuple[float, float]]
+    routed: list[dict[str, float]]
+    grads: dict[str, Tensor]
+    moved: dict[str, Tensor]
 
 
-def world_of(degrees):
-    world = 1
-    for name, degree in degrees.items():
-        world *= 1 if name == "ep" else degree
-    return world
-
-
-def steps_of(folder, model, degrees, options):
-    """Loss and norm of each step, and the first step's gradients of this rank's parameters."""
-    config = configured(folder, model, degrees, options)
-    assert check_tree(config, world_of(degrees)) == []
-    numbers, grads = [], {}
-    with running(config) as trainer:
+def run(folder: Any, case: Case) -> Run:
+    found = Run([], [], {}, {})
+    with running(case.config(folder)) as trainer:
         policy, mesh = trainer.models["policy"], trainer.mesh
+        parameters = dict(policy.model.named_parameters())
+        start = {name: full(p) for name, p in parameters.items()}
         zero_grad = policy.optimizer.zero_grad
 
-        def keep_gradients():
-            if not grads:
-                grads.update({name: full(p.grad) for name, p in policy.model.named_parameters()})
+        def keep_gradients() -> None:
+            if not found.grads:
+                found.grads = {name: full(p.grad) for name, p in parameters.items()}
             zero_grad()
 
         policy.optimizer.zero_grad = keep_gradients
+        n = N_ROWS // mesh.dp_world_size
         for step in range(N_STEPS):
-            batch = rows(8, 32, config.model.vocab_size, seed=step)
-            n = 8 // mesh.dp_world_size
+            batch = rows(N_ROWS, 32, MODELS[case.model].vocab_size, seed=step)
             own = {k: v[mesh.dp_rank * n : (mesh.dp_rank + 1) * n] for k, v in batch.items()}
             done = trainer.train_step(to_microbatches(own, trainer.micro_batch_rows, mesh))
-            numbers.append((done.loss.item(), done.grad_norm.item()))
-    return numbers, grads
+            found.numbers.append((done.loss.item(), done.grad_norm.item()))
+            found.routed.append(
+                {k: float(v) for k, v in done.metrics.items() if k.startswith("moe_tokens")}
+            )
+        found.moved = {name: full(p) - start[name] for name, p in parameters.items()}
+    return found
+
+
+def assert_equal(results: list[Run], want: Run, weights_rel: float) -> None:
+    grads: dict[str, Tensor] = {}
+    moved: dict[str, Tensor] = {}
+    for result in results:
+        for got, wanted in zip(result.numbers, want.numbers, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
+        assert result.routed == want.routed
+        grads |= result.grads
+        moved |= result.moved
+    assert_near(grads, want.grads, 1e-5)
+    assert_near(moved, want.moved, weights_rel)
+
+
+def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], rel: float) -> None:
+    assert got.keys() == want.keys()
+    for name, wanted in want.items():
+        assert wanted.norm() > 0, name
+        assert (got[name] - wanted).norm() / wanted.norm() < rel, name
 
 
 @pytest.fixture(scope="module")
-def alone(rank_pool, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    return {name: rank_pool.run(steps_of, 1, folder / name, name, {}, {})[0] for name in MODELS}
+def one_process(rank_pool, tmp_path_factory):
+    """The run of one process, by model; each is made once."""
+    known: dict[str, Run] = {}
+
+    def get(case: Case) -> Run:
+        single = alone(case)
+        if str(single) not in known:
+            (known[str(single)],) = rank_pool.run(run, 1, tmp_path_factory.mktemp("one"), single)
+        return known[str(single)]
+
+    return get
 
 
-@pytest.mark.parametrize(("model", "degrees", "options"), GRID, ids=str)
-def test_combination_equals_one_process(ranks, tmp_path, alone, model, degrees, options):
-    want_numbers, want_grads = alone[model]
-    results = ranks(steps_of, world_of(degrees), tmp_path, model, degrees, options)
-    grads = {}
-    for numbers, own in results:
-        for got, want in zip(numbers, want_numbers, strict=True):
-            assert got == pytest.approx(want, rel=1e-5)
-        grads |= own
-    assert grads.keys() == want_grads.keys()
-    for name, want in want_grads.items():
-        assert want.norm() > 0, name
-        assert (grads[name] - want).norm() / want.norm() < 1e-5, name
+GRID = {str(case): case for case in [*SLICE, *cases()]}
+REFUSED = {name: reason for name, case in GRID.items() if (reason := case.refusal()) is not None}
+PROVED = {name: case for name, case in GRID.items() if name not in REFUSED}
+
+
+@pytest.fixture(scope="module")
+def page(request) -> Iterator[set[str]]:
+    """Names of cases that passed; when all of the grid did, they are written down."""
+    passed: set[str] = set()
+    yield passed
+    if passed == PROVED.keys():
+        PAGE.write_text(composability(), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in SLICE else pytest.mark.slow) for c in PROVED.values()],
+    ids=str,
+)
+def test_mesh_equals_one_process(ranks, tmp_path, one_process, page, case):
+    want = one_process(case)
+    results = ranks(run, case.world, tmp_path, case, timeout_s=600)
+    assert_equal(results, want, WEIGHTS_REL["adamw"])
+    page.add(str(case))
+
+
+def skip_a_parameter(patch: pytest.MonkeyPatch) -> None:
+    step = Optimizer.step
+
+    def step_without_one(self: Optimizer, skip: Tensor) -> None:
+        skipped = self.inner.param_groups[0]["params"][0]
+        grad, skipped.grad = skipped.grad, None
+        step(self, skip)
+        skipped.grad = grad
+
+    patch.setattr(Optimizer, "step", step_without_one)
+
+
+FAULTS = {
+    "an all-reduce of the counts is dropped": (
+        {"dp_shard": 2},
+        lambda patch: patch.setattr(Mesh, "sum_over_data", lambda self, tensor: tensor),
+    ),
+    "the summands of norms are not added up": (
+        {"tp": 2},
+        lambda patch: patch.setattr(
+            torchtitan.parallel.tensor, "gradients_are_summands", lambda cut, **how: False
+        ),
+    ),
+    "gradients are scaled by tp": (
+        {"tp": 2},
+        lambda patch: patch.setattr(
+            torchtitan.parallel.tensor, "sum_to_parts", scaled(torchtitan.parallel.tensor)
+        ),
+    ),
+    "a parameter is skipped": ({"dp_shard": 2}, skip_a_parameter),
+}
+
+
+def scaled(module):
+    sum_to_parts = module.sum_to_parts
+
+    def twice(tensor, dim, group):
+        out = sum_to_parts(tensor, dim, group)
+        return out + (out - out.detach())  # the value as it is, the gradient twice as large
+
+    return twice
+
+
+def run_with_a_fault(folder: Any, case: Case, fault: str) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault][1](patch)
+        return run(folder, case)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_grid_notices(ranks, tmp_path, one_process, fault):
+    case = Case("dense", FAULTS[fault][0])
+    results = ranks(run_with_a_fault, case.world, tmp_path, case, fault)
+    with pytest.raises(AssertionError):
+        assert_equal(results, one_process(case), WEIGHTS_REL["adamw"])
+
+
+def composability() -> str:
+    """The page that says what the grid proves."""
+    lines = [
+        "# Composability",
+        "",
+        "Each mesh below trains as one process does. Written by `./tests/run.sh --slow` when all of them passed:",
+        f"{N_STEPS} steps in float32 over packed documents of uneven length, with masked labels and gradient accumulation.",
+        "Losses, gradient norms and each parameter's first gradient agree to 1e-5, every token goes to the same experts,",
+        f"and each final weight is off by no more than {WEIGHTS_REL['adamw']:.0e} of the way that it moved under AdamW.",
+        "The models are small (`tests/distributed/grid.py`): what is proved is the arithmetic, not the speed.",
+        "",
+        f"{len(PROVED)} combinations are proved, {len(REFUSED)} refused before the start, with the reason.",
+        "",
+    ]
+    for model in ("dense", "tied", "deep", "moe"):
+        rows_of_model = [case for case in PROVED.values() if case.model == model]
+        lines += [f"## {model}", "", "| ranks | mesh | options |", "|---|---|---|"]
+        lines += [
+            f"| {case.world} | {_words(case.degrees)} | {_words(case.options)} |"
+            for case in sorted(rows_of_model, key=lambda case: (case.world, len(case.degrees)))
+        ]
+        lines.append("")
+    lines += ["## Refused", "", "| mesh | why |", "|---|---|"]
+    lines += [f"| {name} | {reason} |" for name, reason in REFUSED.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _words(values: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def test_the_page_says_what_the_grid_proves():
+    assert PAGE.read_text(encoding="utf-8") == composability(), (
+        "run tests/distributed/test_composition.py with --slow: it proves the grid and writes the page"
+    )
