@@ -56,7 +56,7 @@ class Case:
         model: of `MODELS`.
         degrees: of the mesh; 1 for those that are not there.
         options: ``sequence_parallel``, ``kind`` (of context parallel), ``schedule``, ``recompute`` (activation
-            checkpointing), ``compile``, ``micro_batch_rows``, ``optimizer``.
+            checkpointing), ``compile``.
     """
 
     model: str
@@ -67,6 +67,10 @@ class Case:
     def world(self) -> int:
         return prod(degree for axis, degree in self.degrees.items() if axis != "ep")
 
+    @property
+    def data_ranks(self) -> int:
+        return self.degrees.get("dp_shard", 1) * self.degrees.get("dp_replicate", 1)
+
     def __str__(self) -> str:
         words = [f"{axis}={degree}" for axis, degree in self.degrees.items()]
         words += [f"{name}={value}" for name, value in self.options.items()]
@@ -74,10 +78,12 @@ class Case:
 
     def config(self, folder: Any) -> Trainer.Config:
         options = self.options
+        # Two micro-batches at least, and as many as there are stages in the longest pipeline.
+        micro_batches = 2 * self.degrees.get("pp", 1)
         config = tiny(
             folder,
             global_batch_rows=N_ROWS,
-            micro_batch_rows=options.get("micro_batch_rows", 2),
+            micro_batch_rows=N_ROWS // self.data_ranks // micro_batches,
         )
         config.model = MODELS[self.model]
         config.optimizer.lr = 1e-3  # a larger one grows rounding faster than 1e-5 in five steps
@@ -121,7 +127,7 @@ def _meshes() -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
         usual = {**VARIANTS[a][0], **VARIANTS[b][0]}
         yield {a: 2, b: 4}, usual
         yield {a: 4, b: 2}, usual
-        yield {a: 2, b: 2}, {**usual, "recompute": "full", "micro_batch_rows": 1}
+        yield {a: 2, b: 2}, {**usual, "recompute": "full"}
     for axes in combinations(VARIANTS, 3):
         usual = {k: v for axis in axes for k, v in VARIANTS[axis][0].items()}
         yield dict.fromkeys(axes, 2), usual
@@ -173,7 +179,7 @@ SLICE = [
     Case("dense", {"cp": 2, "dp_shard": 2}, {"recompute": "full"}),
     Case("moe", {"cp": 2, "dp_shard": 2, "ep": 4}, {"kind": "ring"}),
     Case("moe", {"pp": 2, "dp_shard": 2, "ep": 2}),
-    Case("moe", {"dp_shard": 2, "ep": 2}, {"recompute": "full", "micro_batch_rows": 1}),
+    Case("moe", {"dp_shard": 2, "ep": 2}, {"recompute": "full"}),
     Case("dense", {"tp": 2, "dp_replicate": 2}),
     Case("dense", {"tp": 2, "dp_shard": 2}, {"recompute": "selective", "sequence_parallel": False}),
     Case("tied", {"tp": 2, "dp_shard": 2}, {"recompute": "full"}),

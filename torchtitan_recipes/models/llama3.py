@@ -8,7 +8,9 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama3.sizes import llama3
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.schedule import Schedule
+from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.trainer import Trainer
 from torchtitan.training.settings import Training
 from torchtitan.training.validation import Validation
@@ -52,18 +54,41 @@ def llama3_3b() -> Trainer.Config:
 
 
 def llama3_8b() -> Trainer.Config:
-    """Pretraining of the 8B size of Llama 3.1 on C4."""
-    return _pretraining("8b", lr=3e-4, global_batch_rows=128)
+    """Pretraining of the 8B size of Llama 3.1 on C4: eight GPUs of 80 GB or more, sharded (FSDP)."""
+    config = _pretraining("8b", lr=3e-4, global_batch_rows=128)
+    config.activation_checkpointing.mode = "selective"
+    return config
+
+
+def llama3_8b_long_context() -> Trainer.Config:
+    """Pretraining of the 8B size of Llama 3.1 on rows of 131,072 tokens: eight GPUs share each row."""
+    config = _pretraining("8b", lr=3e-4, global_batch_rows=8)
+    config.training.seq_len = 131_072
+    config.parallelism.cp = 8
+    config.parallelism.context.kind = "ring"
+    config.activation_checkpointing.mode = "full"
+    return config
 
 
 def llama3_70b() -> Trainer.Config:
-    """Pretraining of the 70B size of Llama 3.1 on C4."""
-    return _pretraining("70b", lr=1.5e-4, global_batch_rows=256)
+    """Pretraining of the 70B size of Llama 3.1 on C4: nodes of eight GPUs, tensor parallel inside a node, FSDP across."""
+    config = _pretraining("70b", lr=1.5e-4, global_batch_rows=256)
+    config.parallelism.tp = 8
+    config.activation_checkpointing.mode = "full"
+    return config
 
 
 def llama3_405b() -> Trainer.Config:
-    """Pretraining of the 405B size of Llama 3.1 on C4."""
-    return _pretraining("405b", lr=8e-5, global_batch_rows=512, steps=3000)
+    """Pretraining of the 405B size of Llama 3.1 on C4: 128 GPUs or more, by tensor, pipeline and FSDP.
+
+    A pipeline of 8 nodes, each with the tensor parallel of its GPUs; what is left is FSDP.
+    """
+    config = _pretraining("405b", lr=8e-5, global_batch_rows=512, steps=3000)
+    config.parallelism.tp = 8
+    config.parallelism.pp = 8
+    config.parallelism.pipeline = Pipeline.Config(schedule="Interleaved1F1B", stages_per_rank=2)
+    config.activation_checkpointing.mode = "full"
+    return config
 
 
 def _pretraining(
@@ -83,6 +108,7 @@ def _pretraining(
         training=Training.Config(
             steps=steps, seq_len=8192, global_batch_rows=global_batch_rows, micro_batch_rows=1
         ),
+        compile=Compile.Config(enabled=True),
         validation=Validation.Config(
             every_n_steps=500, data=Loader.Config(sources=[held_out], shuffle=False, n_workers=0)
         ),

@@ -57,6 +57,7 @@ def qwen3_30b_a3b() -> Trainer.Config:
     """Pretraining of Qwen3-30B-A3B on C4: eight ranks share the 128 experts of a layer."""
     config = _pretraining("30b_a3b", lr=4e-4, global_batch_rows=512)
     config.parallelism.ep = 8
+    config.activation_checkpointing.mode = "full"
     return config
 
 
@@ -64,6 +65,7 @@ def qwen3_235b_a22b() -> Trainer.Config:
     """Pretraining of Qwen3-235B-A22B on C4: eight ranks share the 128 experts of a layer."""
     config = _pretraining("235b_a22b", lr=2e-4, global_batch_rows=1024)
     config.parallelism.ep = 8
+    config.activation_checkpointing.mode = "full"
     return config
 
 
