@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OPERATIONS = {  # name -> (our name, position of the tensor that is the payload, position of the group)
@@ -39,8 +40,13 @@ class TrafficRecorder(TorchDispatchMode):
         self.seen: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func._schema.name
+        if (
+            name in OPDEFS
+        ):  # an operator of our own: what it calls is not dispatched to us otherwise
+            with self:
+                return OPDEFS[name]._init_fn(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         if name in OPERATIONS:
             self._record(*OPERATIONS[name], args, out)
         elif name.startswith(("c10d::", "_c10d_functional::")) and name not in SILENT:

@@ -1,6 +1,7 @@
 """``torchtitan train``: a recipe and its overrides, checked as a whole, then trained in one rank or many."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from torchtitan.cli.options import USAGE, TrainOptions, parse_options, refuse
 from torchtitan.cli.output import say
 from torchtitan.cli.ranks import CLOSE_S, be_a_rank
 from torchtitan.cli.seat import check_meeting
-from torchtitan.config.configurable import Configurable, DescribesRun, Problem
+from torchtitan.config.configurable import Configurable, DescribesRun, KeepsCheckpoints, Problem
 from torchtitan.config.differences import differences
 from torchtitan.config.help import help_text
 from torchtitan.config.overrides import apply_flags
@@ -91,7 +92,7 @@ def _main(argv: Sequence[str]) -> int:
             ending = launch(
                 argv, ranks_here=ranks_here, nnodes=options.nnodes, log_ranks=options.log_ranks
             )
-            ending.show()
+            _with_last_checkpoint(ending, config).show()
             return ending.code
     _train(recipe, base, config)
     return 0
@@ -131,6 +132,17 @@ def _dry_run(
     tree = format_tree(config, changed={change.path for change in changes})
     differing = "\n".join(f"  {change}" for change in changes)
     return f"{title}\n\n{tree}\n\ndiffers from the recipe:\n{differing or '  nothing'}"
+
+
+def _with_last_checkpoint(ending: Ending, config: Configurable.Config) -> Ending:
+    """Say what the run will resume from, when a rank died or hung."""
+    if ending.code != DistributedError.exit_code or not isinstance(config, KeepsCheckpoints):
+        return ending
+    last = config.last_checkpoint()
+    kept = (
+        "there is no complete checkpoint yet" if last is None else f"last good checkpoint: {last}"
+    )
+    return dataclasses.replace(ending, text=f"{ending.text}\n{kept}")
 
 
 def _train(recipe: Recipe, base: Configurable.Config, config: Configurable.Config) -> None:

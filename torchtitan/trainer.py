@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchtitan.batch import Batch
 from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint.folder import CheckpointFolder
 from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
@@ -29,9 +30,9 @@ from torchtitan.optim.optimizer import AdamW, Optimizer
 from torchtitan.optim.schedule import Schedule
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
+from torchtitan.parallel.composition import check_composition
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.parallel.pipeline import splits_backward
 from torchtitan.parallel.traffic import Step
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
@@ -131,26 +132,19 @@ class Trainer(Configurable):
 
         def check_world(self, world_size: int) -> Iterator[Problem]:
             """Rules that need the number of ranks."""
-            found = [(p, "parallelism") for p in self.parallelism.check_world(world_size)]
-            if not found:
-                degrees, seq_len = self.parallelism.resolve(world_size), self.training.seq_len
-                pp, pipeline = degrees.pp, self.parallelism.pipeline
-                found = [(p, "training") for p in self.training.check_rows(degrees.data)]
-                unfit = list(pipeline.check_cut(pp, self.model.n_blocks))
-                if not found and not unfit:
-                    rows = self.training.global_batch_rows // degrees.data
-                    micro = self.training.micro_batch_rows
-                    found += [(p, "training") for p in pipeline.check_rows(pp, rows, micro)]
-                found += [(p, "parallelism.pipeline") for p in unfit]
-                sound = not unfit and not any(True for _ in pipeline.check())
-                if pp > 1 and sound and splits_backward(pipeline):
-                    recompute = self.activation_checkpointing
-                    found += [
-                        (p, "activation_checkpointing")
-                        for p in recompute.check_split_backward(pipeline.schedule)
-                    ]
-                found += [(p, "training") for p in self.parallelism.check_seq_len(seq_len)]
-                found += [(p, "model") for p in self.model.check_degrees(degrees, seq_len)]
+            training = self.training
+            found = check_composition(
+                self.parallelism,
+                self.model,
+                self.activation_checkpointing,
+                world_size,
+                seq_len=training.seq_len,
+                rows=training.global_batch_rows,
+                micro_batch_rows=training.micro_batch_rows,
+            )
+            if all(section != "parallelism" for _, section in found):
+                data_ranks = self.parallelism.resolve(world_size).data
+                found += [(p, "training") for p in training.check_rows(data_ranks)]
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -162,6 +156,10 @@ class Trainer(Configurable):
             if tree.schedule.steps is None:
                 tree.schedule.steps = tree.training.steps
             return tree
+
+        def last_checkpoint(self) -> Path | None:
+            """See `KeepsCheckpoints`."""
+            return CheckpointFolder.of_run(Path(self.folder)).latest()
 
         def describe_run(self, world_size: int, rank: int) -> str:
             """See `DescribesRun`; the device is this machine's, as far as the types follow from it."""

@@ -191,3 +191,45 @@ def test_sigkill_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr
     assert losses(run) == losses(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_rank_that_ends_or_hangs_is_named_with_the_last_good_checkpoint(tmp_path, number):
+    arguments = [
+        "--training.steps=100000",
+        "--folder=run",
+        "--metrics.every-n-steps=1",
+        "--checkpoint.every-n-steps=2",
+        "--parallelism.timeout-s=5",
+        "--ngpu=2",
+    ]
+    process = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    wait_for_step(tmp_path / "run", 5, process)
+    rank_1 = next(
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if variables_of(pid).get("LOCAL_RANK") == "1" and parent_of(pid) == process.pid
+    )
+    os.kill(rank_1, number)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 6, error
+    assert "rank 1 " in error
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step-????????"))[-1]
+    assert f"last good checkpoint: run/checkpoints/{saved.name}" in error
+
+
+def variables_of(pid):
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(pair.partition("=")[::2] for pair in text.split("\0"))
+
+
+def parent_of(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return -1

@@ -102,7 +102,7 @@ class Checkpointer(Configurable):
 
     def __init__(self, config: Config, run_folder: Path) -> None:
         self.config = config
-        self.folder = CheckpointFolder(run_folder / "checkpoints")
+        self.folder = CheckpointFolder.of_run(run_folder)
         self._ranks = Agreement()
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: futures.Future[None] | None = None

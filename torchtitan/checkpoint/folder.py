@@ -30,6 +30,11 @@ class CheckpointFolder:
         self.path = path
         self._written: set[int] = set()
 
+    @classmethod
+    def of_run(cls, run_folder: Path) -> "CheckpointFolder":
+        """The checkpoints of the run in ``run_folder``."""
+        return cls(run_folder / "checkpoints")
+
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest step first. The step decides, never a time stamp."""
         found = []

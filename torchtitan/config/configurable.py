@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 
@@ -55,6 +56,15 @@ class ChecksWorld(Protocol):
 
     def check_world(self, world_size: int) -> Iterator[Problem]:
         """Yield what is wrong when the run has ``world_size`` ranks; paths are from the root."""
+        ...
+
+
+@runtime_checkable
+class KeepsCheckpoints(Protocol):
+    """A root config whose run can be resumed."""
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint of the run's folder; None if there is none yet."""
         ...
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torchtitan import torch_api
 from torchtitan.models.model import Model
 from torchtitan.optim.optimizer import Optimizer
+from torchtitan.parallel.context_traffic import context_traffic
+from torchtitan.parallel.expert_traffic import expert_traffic
 from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import materialise
@@ -20,7 +22,13 @@ from torchtitan.parallel.pipeline_traffic import pipeline_traffic
 from torchtitan.parallel.tensor_traffic import tensor_traffic
 from torchtitan.parallel.traffic import Step, Traffic, TrafficOf
 
-PARALLELISMS: tuple[TrafficOf, ...] = (pipeline_traffic, tensor_traffic, fsdp_traffic)
+PARALLELISMS: tuple[TrafficOf, ...] = (
+    pipeline_traffic,
+    tensor_traffic,
+    expert_traffic,
+    context_traffic,
+    fsdp_traffic,
+)
 """What each parallelism says of its communication, in the order in which `parallelize` applies them."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -19,6 +20,14 @@ from torchtitan.models.model import Model
 from torchtitan.ops import all_to_all, context_attention, document_attention
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+# FSDP of experts, a unit inside of a block, marks its work for the profiler: more often in the recomputation.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 MATMULS = frozenset(
     {

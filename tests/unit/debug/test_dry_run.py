@@ -7,21 +7,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.test_expert_parallel import moe_model
 from tests.tiny import rows, tiny, tiny_model
 from tests.traffic import TrafficRecorder, stated
 from torchtitan import train
 from torchtitan.debug import dry_run
 from torchtitan.debug.dry_run import PARALLELISMS, Plan, fake_ranks, plan
+from torchtitan.models.layers.attention import GQA
 from torchtitan.models.llama3.sizes import SIZES, llama3
 from torchtitan.objectives.next_token import NextToken
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
+from torchtitan.parallel.context import ContextParallel
 from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.traffic import Step
+from torchtitan.training.feed import to_microbatches
 from torchtitan.training.pipeline_engine import make_engine
 
 
@@ -43,7 +47,7 @@ def stated_and_measured(mesh_config, model_config, micro_batches, **options):
     """Traffic of a step as the parallelisms state it, and as it is seen, on this rank of the process group."""
     mesh = mesh_config.build(torch.device("cpu"))
     model = cut(model_config, mesh, mesh_config.pipeline, **options)
-    batch = rows(2, 32, model_config.vocab_size)
+    (batch,) = to_microbatches(rows(2, 32, model_config.vocab_size), 2, mesh)
     engine = make_engine(model, NextToken.Config().build(), mesh)
     totals = engine.totals([batch])
     engine.forward_backward([batch] * micro_batches, totals)  # a pipeline's first step connects
@@ -261,3 +265,46 @@ def test_a_rank_that_is_none_is_refused(capsys):
     assert (
         "--dry-run-rank=x: is not a rank; write --dry-run-rank 0 or more" in capsys.readouterr().err
     )
+
+
+CONTEXTS = [  # (ranks, mesh, options)
+    (2, {"cp": 2}, {}),
+    (4, {"cp": 4, "tp": 1}, {"mode": "full"}),
+    (4, {"cp": 2, "dp_shard": 2}, {"dtype": torch.bfloat16, "mode": "selective"}),
+    (4, {"cp": 2, "tp": 2}, {}),
+    (4, {"cp": 2, "pp": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize(("world_size", "degrees", "options"), CONTEXTS, ids=str)
+def test_stated_traffic_is_what_context_parallel_sends(ranks, world_size, degrees, options, kind):
+    mesh = Mesh.Config(**{"dp_shard": 1, **degrees}, context=ContextParallel.Config(kind=kind))
+    heads = GQA.Config(n_heads=8, n_kv_heads=4)
+    model = tiny_model(n_layers=4, dim=32, attention=heads)
+    for said, seen in ranks(stated_and_measured_of, world_size, mesh, model, 2, options):
+        assert said == seen
+
+
+def stated_and_measured_of(mesh, model, micro_batches, options):
+    return stated_and_measured(mesh, model, micro_batches, **options)
+
+
+EXPERTS = [  # (ranks, mesh, options)
+    (2, {"dp_shard": 2, "ep": 2}, {}),
+    (4, {"dp_shard": 4, "ep": 2}, {"mode": "full"}),
+    (4, {"dp_shard": 2, "tp": 2, "ep": 4}, {}),
+    (4, {"cp": 2, "dp_shard": 2, "ep": 4}, {"mode": "selective"}),
+    (4, {"pp": 2, "dp_shard": 2, "ep": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "degrees", "options"), EXPERTS, ids=str)
+def test_stated_traffic_is_what_experts_get_on_average(ranks, world_size, degrees, options):
+    model = moe_model(scope=None, n_layers=4, attention=GQA.Config(n_heads=4, n_kv_heads=2))
+    mesh = Mesh.Config(**{"dp_shard": 1, **degrees})
+    found = ranks(stated_and_measured_of, world_size, mesh, model, 2, options)
+    for key in set().union(*(said.keys() | seen.keys() for said, seen in found)):
+        said = sum(said.get(key, [0, 0])[1] for said, _ in found)
+        seen = sum(seen.get(key, [0, 0])[1] for _, seen in found)
+        assert (key, said) == (key, seen)
