@@ -46,6 +46,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "cp": [{"kind": kind} for kind in ("all_gather", "ring", "ulysses")],
     "pp": [{"schedule": schedule} for schedule in SCHEDULES],
 }
+PAIRED = {
+    **VARIANTS,
+    "pp": [{"schedule": schedule} for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")],
+}
+"""Those that are paired with variants of other axes."""
+
+USUAL = [{}, VARIANTS["cp"][0], VARIANTS["pp"][0], {**VARIANTS["cp"][0], **VARIANTS["pp"][0]}]
 
 
 @dataclass(frozen=True)
@@ -115,23 +122,21 @@ def cases() -> list[Case]:
 
 
 def _meshes() -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
-    """Degrees and options: each axis alone, each pair, the triples, up to 8 ranks."""
+    """Degrees and options: each axis alone at 2 and 4 in each variant, each pair, each triple."""
     for axis, variants in VARIANTS.items():
         for degree, options in product((2, 4), variants):
             yield {axis: degree}, options
-    yield {"dp_shard": 8}, {}
     for a, b in combinations(VARIANTS, 2):
-        for first, second in product(VARIANTS[a], VARIANTS[b]):
-            if first == VARIANTS[a][0] or second == VARIANTS[b][0]:
-                yield {a: 2, b: 2}, {**first, **second}
         usual = {**VARIANTS[a][0], **VARIANTS[b][0]}
-        yield {a: 2, b: 4}, usual
-        yield {a: 4, b: 2}, usual
+        yield {a: 2, b: 2}, usual
         yield {a: 2, b: 2}, {**usual, "recompute": "full"}
+        if {a, b} <= {"tp", "cp", "pp"}:  # they meet inside of a block, or where it is cut
+            for first, second in ((f, s) for f in VARIANTS[a] for s in PAIRED[b]):
+                if (first == VARIANTS[a][0]) != (second == VARIANTS[b][0]):
+                    yield {a: 2, b: 2}, {**first, **second}
     for axes in combinations(VARIANTS, 3):
         usual = {k: v for axis in axes for k, v in VARIANTS[axis][0].items()}
         yield dict.fromkeys(axes, 2), usual
-        yield dict.fromkeys(axes, 2), {**usual, "recompute": "selective"}
 
 
 def _dense() -> Iterator[Case]:
@@ -147,25 +152,23 @@ def _dense() -> Iterator[Case]:
 
 def _tied() -> Iterator[Case]:
     """Tied embeddings matter where the vocabulary or the ends of the model are cut."""
+    for schedule in SCHEDULES:
+        yield Case("tied", {"pp": 2}, {"schedule": schedule})
     for degrees, options in _meshes():
-        cut = degrees.keys() & {"tp", "pp"}
-        if cut and "cp" not in degrees and prod(degrees.values()) <= 4:
-            if degrees.get("pp", 1) == 4 and options["schedule"] not in SINGLE_STAGE:
-                continue
+        if degrees.keys() & {"tp", "pp"} and len(degrees) > 1 and options in USUAL:
             yield Case("tied", degrees, options)
-    yield Case("tied", {"dp_shard": 2})
+    for axis in ("dp_shard", "dp_replicate", "tp"):
+        yield Case("tied", {axis: 2})
 
 
 def _moe() -> Iterator[Case]:
-    """Experts lie on ranks that data, context and tensor parallelism lend: all of them, or 2."""
+    """Experts lie on ranks that data, context and tensor parallelism lend: all of them, or 2 of 4."""
     for degrees, options in _meshes():
         if degrees.get("pp") == 4 and options["schedule"] not in SINGLE_STAGE:
             continue
         lendable = prod(degrees.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
-        eps = {lendable}
-        if options in ({}, VARIANTS["cp"][0], VARIANTS["pp"][0]):
-            eps |= {min(lendable, 2)}
-        if prod(degrees.values()) == 2:
+        eps = {lendable, min(lendable, 2)} if options in USUAL else {lendable}
+        if list(degrees.values()) == [2]:
             eps |= {1}
         for ep in sorted(eps):
             yield Case("moe", {**degrees, "ep": ep} if ep > 1 else degrees, options)

@@ -47,7 +47,7 @@ def run(folder: Any, case: Case) -> Run:
     with running(case.config(folder)) as trainer:
         policy, mesh = trainer.models["policy"], trainer.mesh
         parameters = dict(policy.model.named_parameters())
-        start = {name: full(p) for name, p in parameters.items()}
+        start = {name: p.detach().clone() for name, p in parameters.items()}
         zero_grad = policy.optimizer.zero_grad
 
         def keep_gradients() -> None:
@@ -65,7 +65,7 @@ def run(folder: Any, case: Case) -> Run:
             found.routed.append(
                 {k: float(v) for k, v in done.metrics.items() if k.startswith("moe_tokens")}
             )
-        found.moved = {name: full(p) - start[name] for name, p in parameters.items()}
+        found.moved = {name: full(p.detach() - start[name]) for name, p in parameters.items()}
     return found
 
 
