@@ -30,10 +30,10 @@ KINDS = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3_tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", {"head_dim": 24, "moe_intermediate_size": 20, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 24, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen3_moe_dense_first": (
         "qwen3_moe",
-        {"moe_intermediate_size": 20, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False, "mlp_only_layers": [0]},
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False, "mlp_only_layers": [0]},
     ),
 }  # fmt: skip
 """Name -> model_type, and what of its config is not that of `settings`."""

@@ -236,7 +236,10 @@ class DecoderFamily(Family):
         window = reader.get("sliding_window", None)
         if self.window == "size":
             return window
-        used, unwindowed = reader.get("use_sliding_window", False), reader.get("max_window_layers", 0)
+        used, unwindowed = (
+            reader.get("use_sliding_window", False),
+            reader.get("max_window_layers", 0),
+        )
         if not used or unwindowed >= reader.number("num_hidden_layers"):
             return None
         if unwindowed:

@@ -123,9 +123,7 @@ class Rename(Rule):
         """See `Rule.pieces`."""
         name = _fill(pattern, layer)
         shape = shapes[name]
-        yield Piece(
-            ours=name, theirs=_fill(self.theirs, layer), their_shape=shape, length=shape[0]
-        )
+        yield Piece(ours=name, theirs=_fill(self.theirs, layer), their_shape=shape, length=shape[0])
 
 
 @dataclass(frozen=True, slots=True)

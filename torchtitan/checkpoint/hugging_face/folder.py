@@ -54,13 +54,26 @@ def find_folder(name: str, *, revision: str | None = None) -> Path:
     return download(name, revision=revision)
 
 
-def download(name: str, *, revision: str | None = None, to: Path | None = None) -> Path:
+def find_tokenizer(name: str) -> Path:
+    """A tokenizer's folder or file, or that of a model of the hub, downloaded at the first use.
+
+    Raises:
+        CheckpointError: if it cannot be had.
+    """
+    local = Path(name).expanduser()
+    return download(name, weights=False) if is_hub_name(name) else local
+
+
+def download(
+    name: str, *, revision: str | None = None, to: Path | None = None, weights: bool = True
+) -> Path:
     """Fetch config, tokenizer and safetensors of a model of the hub; no pickles and no code.
 
     Args:
         name: ``org/name``.
         revision: branch, tag or commit; None for the main branch.
         to: folder to put the files into; None for the hub's own store.
+        weights: False leaves them out.
 
     Raises:
         CheckpointError: if it is not there, not allowed, offline and not in the store, or has pickles only.
@@ -69,7 +82,10 @@ def download(name: str, *, revision: str | None = None, to: Path | None = None) 
     try:
         folder = Path(
             hub.snapshot_download(
-                name, revision=revision, local_dir=to, allow_patterns=list(_WANTED)
+                name,
+                revision=revision,
+                local_dir=to,
+                allow_patterns=list(_WANTED if weights else TOKENIZER_FILES),
             )
         )
     except Exception as error:  # of many libraries: network, login, disk
@@ -78,7 +94,7 @@ def download(name: str, *, revision: str | None = None, to: Path | None = None) 
             f"{name}: cannot get the model from the hub ({text}); check the name, the network, HF_TOKEN and "
             "HF_HUB_OFFLINE, or name a local folder"
         ) from error
-    if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
+    if weights and not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         raise CheckpointError(
             f"{name}: the repository has no {SINGLE} and no {INDEX} (weights as pickles, {', '.join(PICKLES)}, are not fetched: "
             "they can run any program); choose a revision with safetensors, often refs/pr/1 by the hub's converter"

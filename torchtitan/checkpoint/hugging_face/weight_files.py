@@ -74,7 +74,9 @@ class WeightFiles:
         try:
             return self._opened(file).get_slice(name)[box]
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder / file}: reading {name} failed: {error}") from error
+            raise CheckpointError(
+                f"{self.folder / file}: reading {name} failed: {error}"
+            ) from error
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:

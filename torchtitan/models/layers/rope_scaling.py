@@ -139,7 +139,9 @@ class YarnScaling(RoPEScaling):
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, 2 * n - 1)
             index = torch.arange(n, dtype=torch.float32, device=frequencies.device)
-            blend = ((index - first) / max(last - first, 0.001)).clamp(0, 1)  # (Dh/2,), 1: stretched
+            blend = ((index - first) / max(last - first, 0.001)).clamp(
+                0, 1
+            )  # (Dh/2,), 1: stretched
             return blend * frequencies / self.factor + (1 - blend) * frequencies
 
         def magnitude(self) -> float:

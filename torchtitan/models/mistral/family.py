@@ -2,6 +2,4 @@
 
 from torchtitan.models.decoder_family import DecoderFamily
 
-FAMILIES = (
-    DecoderFamily(model_type="mistral", architecture="MistralForCausalLM", window="size"),
-)
+FAMILIES = (DecoderFamily(model_type="mistral", architecture="MistralForCausalLM", window="size"),)

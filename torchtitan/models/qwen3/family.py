@@ -17,7 +17,6 @@ FAMILIES = (
         qk_norm=True,
         experts=True,
         window="switch",
-        head_dim=128,
         constants={"attention_bias": False, "decoder_sparse_step": 1},
     ),
 )
