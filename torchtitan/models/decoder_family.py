@@ -68,7 +68,7 @@ _IGNORED = frozenset({
 })  # fmt: skip
 """Keys of config.json that do not change what a model computes, or only repeat other keys."""
 _NOT_COMPUTED = (
-    "init_std", "head.chunk_tokens", "feed_forward.aux_loss", "feed_forward.matmul", "feed_forward.log_experts",
+    "init_std", "feed_forward.aux_loss", "feed_forward.matmul", "feed_forward.log_experts",
     "feed_forward.router.bias_rate",
 )  # fmt: skip
 """Settings of training that config.json has no words for, and that a trained model does not need."""
