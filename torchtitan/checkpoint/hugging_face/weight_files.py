@@ -87,7 +87,7 @@ class WeightFiles:
         opened = self._opened(file)
         for name in opened.keys():  # noqa: SIM118 - no mapping
             view = opened.get_slice(name)
-            dtype = view.get_dtype()
+            dtype = str(view.get_dtype())
             info = TensorInfo(tuple(view.get_shape()), _DTYPES.get(dtype, dtype))
             if name in self.stored:
                 problems.append(f"duplicate: {name} is in {self.stored[name].file} and in {file}")

@@ -87,7 +87,7 @@ def test_what_the_format_has_no_place_for_is_refused_unless_it_is_nothing(tmp_pa
 
 def test_a_model_without_a_family_is_refused(tmp_path):
     config, model = small(hf_model_type="")
-    with pytest.raises(ConfigError, match="model.hf_model_type is empty"):
+    with pytest.raises(ConfigError, match=r"model\.hf_model_type is empty"):
         exported(tmp_path / "m", config, model)
 
 
