@@ -17,6 +17,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "train a recipe: --module M --config C [--section.field value ...]",
     ),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
+    "data": (
+        "torchtitan.cli.data",
+        "show conversations as the model sees them, what is learned in colour",
+    ),
 }
 """Name -> the module whose ``main(arguments) -> exit code`` runs it, and what it does. Imported when it is run."""
 

@@ -136,7 +136,10 @@ class Tokenizer(Configurable):
             pieces: parts of the text, and whether each is a special token's name.
         """
         looks_special = any(
-            name in piece for piece, special in pieces if not special for name in self.special_tokens
+            name in piece
+            for piece, special in pieces
+            if not special
+            for name in self.special_tokens
         )
         tokenizer, prefix = self._tokenizer, ""
         if looks_special:
@@ -267,7 +270,9 @@ def _download(name: str) -> tuple[Path, Path | None]:
     errors = require("huggingface_hub.errors", extra="data", purpose="downloading a tokenizer")
     settings = None
     for other in ("chat_template.jinja", "tokenizer_config.json"):  # all in the folder of the first
-        with contextlib.suppress(errors.EntryNotFoundError):  # many have none; offline: none was had
+        with contextlib.suppress(
+            errors.EntryNotFoundError
+        ):  # many have none; offline: none was had
             settings = Path(hub.hf_hub_download(name, other))
     return file, settings and settings.with_name("tokenizer_config.json")
 
@@ -300,9 +305,7 @@ def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _chat_template(
-    config: Tokenizer.Config, file: Path, settings: dict[str, Any]
-) -> str | None:
+def _chat_template(config: Tokenizer.Config, file: Path, settings: dict[str, Any]) -> str | None:
     """The text of the template that the config asks for.
 
     Looks in the new places (``chat_template.jinja``, ``additional_chat_templates``) and then in the old

@@ -67,6 +67,7 @@ class ChatTemplate:
         today: datetime.date,
     ) -> None:
         self.text = text
+        self.today = today
         self._environment = Environment(today)
         self._template = self._environment.compile_template(text)
         self._variables = dict(variables)
@@ -187,7 +188,9 @@ class ChatTemplate:
             if text.startswith(answered):
                 spans.append((start, len(answered)))
                 continue
-            ends = [found[0] for found in self._special.finditer(answered, _parting(answered, prompt))]
+            ends = [
+                found[0] for found in self._special.finditer(answered, _parting(answered, prompt))
+            ]
             end = text.find(ends[-1], start) if ends else -1
             if end < 0:
                 raise SpanError(

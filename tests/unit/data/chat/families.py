@@ -46,9 +46,7 @@ def _words() -> Iterator[str]:
 
 def _sentencepiece(special: list[str]) -> tokenizers.Tokenizer:
     tok = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    tok.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         special_tokens=[*special, *(f"<0x{b:02X}>" for b in range(256))],

@@ -31,7 +31,13 @@ def said(text: str) -> dict:
 CHATS = {
     "one": [USER, said("4")],
     "system": [SYSTEM, USER, said("It is 4.")],
-    "turns": [SYSTEM, USER, said("4."), {"role": "user", "content": "And 3+3?"}, said("Six: 6 🙂.")],
+    "turns": [
+        SYSTEM,
+        USER,
+        said("4."),
+        {"role": "user", "content": "And 3+3?"},
+        said("Six: 6 🙂."),
+    ],
     "unicode": [{"role": "user", "content": "日本語 e\u0301\n\n  x"}, said("  ok\n")],
     "newline": [USER, said("\nfour"), {"role": "user", "content": "\n\n"}, said("\n\nsix")],
 }
@@ -140,7 +146,8 @@ def test_generation_blocks_give_the_spans(theirs):
         "{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}",
     ):
         text = (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + block
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+            + block
         )
         text += "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
         assert spans_of("chatml", CHATS["turns"], text) == ["4.<|im_end|>", "Six: 6 🙂.<|im_end|>"]
@@ -156,7 +163,13 @@ def test_shipped_templates_mark_every_answer(name):
 
     text = BUNDLED.with_name(f"{name}.jinja").read_text(encoding="utf-8")
     end = FAMILIES[name][2]
-    messages = [SYSTEM, USER, CALL | {"content": None}, {"role": "tool", "content": "4"}, said("It is 4")]
+    messages = [
+        SYSTEM,
+        USER,
+        CALL | {"content": None},
+        {"role": "tool", "content": "4"},
+        said("It is 4"),
+    ]
     call, answer = spans_of(name, messages, text, tools=TOOLS)
     assert answer == f"It is 4{end}"
     assert call.endswith(end)
@@ -228,7 +241,11 @@ def test_the_old_and_new_places_of_templates(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text("F", encoding="utf-8")
     assert found(str(path)) == "F"
-    for settings, name, expected in (({"t": "O"}, None, "O"), ({"t": named}, None, "A"), ({"t": named}, "rag", "B")):
+    for settings, name, expected in (
+        ({"t": "O"}, None, "O"),
+        ({"t": named}, None, "A"),
+        ({"t": named}, "rag", "B"),
+    ):
         text = {"eos_token": "<|im_end|>", "chat_template": settings["t"]}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(text), encoding="utf-8")
         config = Tokenizer.Config(path=str(tmp_path), chat_template=name)
@@ -238,7 +255,9 @@ def test_the_old_and_new_places_of_templates(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("T", encoding="utf-8")
     assert found("tool_use") == "T"
-    with pytest.raises(ConfigError, match="tokenizer.chat_template='nope' is no file, no Jinja, and none of"):
+    with pytest.raises(
+        ConfigError, match="tokenizer.chat_template='nope' is no file, no Jinja, and none of"
+    ):
         found("nope")
 
 
@@ -295,7 +314,9 @@ def test_a_template_without_an_end_of_turn_is_refused():
 
 def test_a_prefix_that_is_none_names_the_place_and_the_remedy():
     text = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(SpanError, match=r"up to message 2 .* part at character 0.*\{% generation %\}"):
+    with pytest.raises(
+        SpanError, match=r"up to message 2 .* part at character 0.*\{% generation %\}"
+    ):
         template("chatml", text).render_with_spans([USER, said("4")])
 
 
