@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if not isinstance(config, Trainer.Config) or not isinstance(config.data, ChatLoader.Config):
         raise ConfigError(
             f"--config {options.config}: its data is no ChatLoader, and text is learned as a whole; name a recipe "
-            "with conversations, such as --module torchtitan_recipes.sft.llama3 --config llama3_debugmodel_sft"
+            "with conversations, such as --module torchtitan_recipes.sft --config llama3_debugmodel_sft"
         )
     say("\n\n".join(islice(_conversations(config, config.data), int(count))))
     return 0

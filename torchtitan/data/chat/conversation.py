@@ -4,6 +4,7 @@ A row's columns first get the names that the formats use (`columns`), then its f
 them, and its content is brought into one shape: messages with ``role`` and ``content``, or plain text.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -278,10 +279,8 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         raise BadRow("broken", place, "a tool call has no name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # a model may have called with text; it stays so
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # a model may have called with text; it stays what it was
     function = {**function, "arguments": arguments}
     return (
         {**call, "function": function}
