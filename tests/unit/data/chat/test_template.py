@@ -4,8 +4,11 @@ import re
 import pytest
 
 from tests.unit.data.chat.families import FAMILIES, TODAY, folder, template, tokenizer
+from torchtitan.data import Tokenizer
 from torchtitan.data.chat.sandbox import TemplateError
 from torchtitan.data.chat.template import ChatTemplate, SpanError
+from torchtitan.data.tokenizer import BUNDLED
+from torchtitan.errors import ConfigError
 
 USER = {"role": "user", "content": "What is 2+2?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -159,7 +162,6 @@ def test_generation_blocks_give_the_spans(theirs):
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
 def test_shipped_templates_mark_every_answer(name):
-    from torchtitan.data.tokenizer import BUNDLED
 
     text = BUNDLED.with_name(f"{name}.jinja").read_text(encoding="utf-8")
     end = FAMILIES[name][2]
@@ -222,8 +224,6 @@ def test_one_beginning_token():
 
 
 def test_the_old_and_new_places_of_templates(tmp_path):
-    from torchtitan.data import Tokenizer
-    from torchtitan.errors import ConfigError
 
     (tmp_path / "tokenizer.json").write_bytes((folder("chatml") / "tokenizer.json").read_bytes())
 
@@ -256,7 +256,7 @@ def test_the_old_and_new_places_of_templates(tmp_path):
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("T", encoding="utf-8")
     assert found("tool_use") == "T"
     with pytest.raises(
-        ConfigError, match="tokenizer.chat_template='nope' is no file, no Jinja, and none of"
+        ConfigError, match=r"tokenizer\.chat_template=.nope. is no file, no Jinja, and none of"
     ):
         found("nope")
 
