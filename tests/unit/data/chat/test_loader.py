@@ -12,7 +12,7 @@ import torch
 from tests.unit.data.helpers import TOKENIZER, Ranks, build, same
 from torchtitan.batch import IGNORE_INDEX
 from torchtitan.config import check_tree, from_dict, to_dict
-from torchtitan.data import Files, MapSource, SequentialSource, Source
+from torchtitan.data import Files, HuggingFace, MapSource, SequentialSource, Source
 from torchtitan.data.chat import prepared
 from torchtitan.data.chat.docstrings import Docstrings
 from torchtitan.data.chat.loader import ChatLoader
@@ -234,7 +234,7 @@ def test_preparation_is_kept_and_made_again_when_anything_changes(tmp_path, capl
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared.np, "save", lambda *args: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(
-        DataError, match="cannot keep the prepared rows in .*full.*set cache_folder"
+        DataError, match=r"cannot keep the prepared rows in .*full.*set cache_folder"
     ):
         build(config("best_fit"), rows=4, seq_len=64)
     assert [f.suffix for f in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -242,7 +242,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_left_to_learn_is_an_error_before_the_first_step(kind):
-    with pytest.raises(DataError, match="nothing is left to learn|there is no text in it") as error:
+    with pytest.raises(DataError, match=r"nothing is left to learn|there is no text in it") as error:
         build(config(kind), rows=4, seq_len=8)
     assert "too_long" in str(error.value)
 
@@ -269,8 +269,7 @@ def test_several_sources_are_mixed_by_weight(tmp_path):
 
 def test_files_of_every_format(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"instruction": f"q {i}", "output": f"answer {i}"} for i in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
     (tmp_path / "b.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -289,8 +288,6 @@ def test_files_of_every_format(tmp_path):
 
 def test_data_sets_of_the_hub(tmp_path):
     datasets = pytest.importorskip("datasets")
-    from torchtitan.data import HuggingFace
-
     rows = [
         {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "a"}]}
         for i in range(150)
