@@ -52,7 +52,9 @@ def test_wrong_settings():
     config = tiny("x")
     config.validation = validation(patience=0)
     assert "validation.patience=0: is not positive; set 1 or more" in str(check_tree(config, 1)[0])
-    with pytest.raises(ConfigError, match=r"validation.metric='nope' is not among .*validation_loss"):
+    with pytest.raises(
+        ConfigError, match=r"validation.metric='nope' is not among .*validation_loss"
+    ):
         Validation(validation(metric="nope"), None, None, 1).judge(1, {"validation_loss": 1.0})
 
 

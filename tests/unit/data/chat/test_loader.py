@@ -242,7 +242,9 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_left_to_learn_is_an_error_before_the_first_step(kind):
-    with pytest.raises(DataError, match=r"nothing is left to learn|there is no text in it") as error:
+    with pytest.raises(
+        DataError, match=r"nothing is left to learn|there is no text in it"
+    ) as error:
         build(config(kind), rows=4, seq_len=8)
     assert "too_long" in str(error.value)
 
