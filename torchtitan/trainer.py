@@ -230,16 +230,16 @@ class Trainer(Configurable):
             self.mesh.degrees.pp, rows
         )
         self.checkpointer = config.checkpoint.build(folder=self.folder)
+        self.validation = config.validation and config.validation.build(
+            engine=self.models["policy"].engine,
+            loader=self._open_loader(config.validation.data),
+            micro_batch_rows=self.micro_batch_rows,
+        )
         self._resume()
         self.metrics = config.metrics.build(
             folder=self.folder,
             run=self._run_info(),
             models={name: trainable.model for name, trainable in self.models.items()},
-        )
-        self.validation = config.validation and config.validation.build(
-            engine=self.models["policy"].engine,
-            loader=self._open_loader(config.validation.data),
-            micro_batch_rows=self.micro_batch_rows,
         )
         self.guard = Guard(self.device, self.mesh.world_size)
         self.stop = StopRequest()
@@ -256,7 +256,8 @@ class Trainer(Configurable):
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
         with self.stop, _controlled_gc(), self._explaining_errors():
-            for fed in feed.steps(self.config.training.steps - self.step):
+            ends_early = self.validation is not None and self.validation.exhausted
+            for fed in feed.steps(0 if ends_early else self.config.training.steps - self.step):
                 step = self.train_step(fed.microbatches)
                 self.loader_state = fed.loader_state
                 self.metrics.record(
@@ -266,10 +267,19 @@ class Trainer(Configurable):
                         "grad_norm": step.grad_norm,
                         "lr": step.lr,
                         "data_wait_s": fed.wait_s,
+                        **({} if fed.utilisation is None else {"packing": fed.utilisation}),
                         **step.metrics,
                     },
                 )
                 self._after_step()
+                if self.validation and self.validation.exhausted:
+                    log.info(
+                        "ends early: %s was no better than %s in %d evaluations",
+                        self.validation.config.metric,
+                        self.validation.best,
+                        self.validation.n_without_gain,
+                    )
+                    break
             self.guard.check_now()
             if feed.stopped:
                 self.save()
@@ -325,6 +335,7 @@ class Trainer(Configurable):
                 "step": self.step,
                 "config": self.saved_config,
                 "loader": Loader.merge_states([state for state in states if state is not None]),
+                "validation": self.validation and self.validation.state(),
             },
         )
 
@@ -340,12 +351,35 @@ class Trainer(Configurable):
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
         last = self.step == self.config.training.steps
+        best = False
         if self.validation and self.validation.due(self.step, last):
-            self.metrics.log_validation(self.step, self.validation.run())
-        if last or self.checkpointer.due(self.step):
+            metrics = self.validation.run()
+            self.metrics.log_validation(self.step, metrics)
+            best = self.validation.judge(self.step, metrics) and self.validation.config.keep_best
+            last = last or self.validation.exhausted
+            if best:
+                self.checkpointer.best_step = self.step
+        if last or best or self.checkpointer.due(self.step):
             self.save()
+        if best:
+            self._name_best()
         if self.step % self.config.training.gc_every_n_steps == 0:
             gc.collect()
+
+    def _name_best(self) -> None:
+        """Write which checkpoint is the best, once it is complete."""
+        self.checkpointer.wait()
+        if self.mesh.rank == 0 and self.validation and self.validation.best:
+            best = self.validation.best
+            text = json.dumps(
+                {
+                    "step": best.step,
+                    self.validation.config.metric: best.value,
+                    "checkpoint": str(self.checkpointer.latest()),
+                },
+                indent=2,
+            )
+            (self.folder / "best.json").write_text(text + "\n", encoding="utf-8")
 
     @torch.no_grad()
     def _prepare(self, batch: Batch) -> Batch:
@@ -404,6 +438,11 @@ class Trainer(Configurable):
             self.checkpointer.load(path, self._tensors(), generators)
             self.loader.load_state(state["loader"])
             self.step = state["step"]
+            if self.validation and state.get("validation"):
+                self.validation.load_state(state["validation"])
+                best = self.validation.best
+                keep = best and self.config.validation and self.config.validation.keep_best
+                self.checkpointer.best_step = best.step if best and keep else None
             set_rng_state(generators, self.device)  # last: nothing may draw in between
             log.info("resumed from %s at step %d", path, self.step)
         else:

@@ -117,6 +117,8 @@ class Checkpointer(Configurable):
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: futures.Future[None] | None = None
         self._verified: set[Path] = set()
+        self.best_step: int | None = None
+        """Step of a checkpoint that is never deleted."""
         self._ranks.each(f"{self.folder.path} is not writable", self.folder.probe)
         self._ranks.first(f"cleaning up {self.folder.path}", self.folder.sweep)
 
@@ -306,7 +308,9 @@ class Checkpointer(Configurable):
         every = self.config.keep_every_n_steps
         self.folder.prune(
             self.config.keep_latest,
-            keep=lambda step: step == manifest.step or (every > 0 and step % every == 0),
+            keep=lambda step: (
+                step in (manifest.step, self.best_step) or (every > 0 and step % every == 0)
+            ),
         )
         return path
 

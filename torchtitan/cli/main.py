@@ -20,6 +20,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("torchtitan.cli.export", "write a checkpoint as a Hugging Face folder"),
     "import": ("torchtitan.cli.import_folder", "write a Hugging Face folder as a checkpoint"),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
+    "data": (
+        "torchtitan.cli.data",
+        "show conversations as the model sees them, what is learned in colour",
+    ),
 }
 """Name -> the module whose ``main(arguments) -> exit code`` runs it, and what it does. Imported when it is run."""
 

@@ -28,11 +28,14 @@ class BadRowPolicy:
     max_fraction: float = 0.01
 
     def meet(self, row: BadRow, counts: Counter[str]) -> None:
-        """Count a bad row.
+        """Count a bad row, or one that is dropped without fault.
 
         Raises:
             DataError: if the policy is to stop.
         """
+        if not row.fault:
+            counts[f"dropped_{row.kind}"] += 1
+            return
         if self.action == "error":
             raise DataError(
                 f"bad row: {row}; mend the row, or set bad_rows=skip to leave such rows out"
@@ -58,11 +61,11 @@ def bad_total(counts: Counter[str]) -> int:
     return sum(count for kind, count in counts.items() if kind.startswith("bad_"))
 
 
-def bad_kinds(counts: Counter[str]) -> str:
-    """The bad rows by kind, such as ``broken 3, null 1``."""
+def bad_kinds(counts: Counter[str], prefix: str = "bad_") -> str:
+    """The bad rows by kind, such as ``broken 3, null 1``; with ``dropped_``, those dropped without fault."""
     kinds = {
-        kind.removeprefix("bad_"): count
+        kind.removeprefix(prefix): count
         for kind, count in sorted(counts.items())
-        if kind.startswith("bad_")
+        if kind.startswith(prefix)
     }
     return ", ".join(f"{kind} {count}" for kind, count in kinds.items()) or "none"

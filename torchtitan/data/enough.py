@@ -6,12 +6,13 @@ Letters: G rows in a global batch, S tokens in a row.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from torchtitan.data.bad_rows import DOCUMENTS, EMPTY, BadRowPolicy, bad_kinds, bad_total
 from torchtitan.data.document import Document
 from torchtitan.data.feed import Part
 from torchtitan.data.order import permuted
-from torchtitan.data.source import BadRow, MapSource, SequentialSource, text_of
+from torchtitan.data.source import BadRow, MapSource, SequentialSource
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
@@ -26,12 +27,14 @@ def check_enough(
     global_batch_rows: int,
     seq_len: int,
     policy: BadRowPolicy,
+    one_per_row: bool = False,
 ) -> None:
     """Raise unless one epoch of the sources fills a global batch and each source has some text.
 
     Every rank looks at the same documents, whichever streams it owns, so that all of them raise or
     none does. The work is bounded by the tokens of one global batch, or by a sample of 1000 rows
-    where that promises ten times as many.
+    where that promises ten times as many. With ``one_per_row`` a document takes a row whatever its
+    length.
 
     Raises:
         DataError: with counts and remedies; also for a source without any text, and for too many
@@ -44,7 +47,7 @@ def check_enough(
         seen: Counter[str] = Counter()
         source_tokens = 0
         for text in _texts(source, policy, seen):
-            source_tokens += len(Document(Part(text), tokenizer).take(needed)[0])
+            source_tokens += seq_len if one_per_row else _n_tokens(text, tokenizer, needed)
             if tokens + source_tokens >= needed or _promises(source, seen, source_tokens, needed):
                 source_tokens = max(source_tokens, needed)
                 break
@@ -66,9 +69,15 @@ def check_enough(
 _REMEDY_EMPTY = "point the source at data with text (check the path, split and text_field), or remove the source"
 
 
+def _n_tokens(text: Any, tokenizer: Tokenizer, needed: int) -> int:
+    if isinstance(text, str):
+        return len(Document(Part(text), tokenizer).take(needed)[0])
+    return text.n_tokens
+
+
 def _texts(
     source: MapSource | SequentialSource, policy: BadRowPolicy, counts: Counter[str]
-) -> Iterator[str]:
+) -> Iterator[Any]:
     """The texts of one epoch; every row is counted. Rows of a map-style source come in a fixed random order."""
     for read in _reads(source):
         try:
@@ -77,20 +86,20 @@ def _texts(
             policy.meet(row, counts)
             policy.judge(counts)
             continue
-        if text.strip():
+        if not isinstance(text, str) or text.strip():
             counts[DOCUMENTS] += 1
             yield text
         else:
             counts[EMPTY] += 1
 
 
-def _reads(source: MapSource | SequentialSource) -> Iterator[Callable[[], str]]:
+def _reads(source: MapSource | SequentialSource) -> Iterator[Callable[[], Any]]:
     if isinstance(source, MapSource):
         for index in range(len(source)):
             yield partial(source.read, permuted(index, len(source), key=0))
     else:
         for number, value in enumerate(source.rows(start=0, shuffle_seed=None)):
-            yield partial(text_of, value, source.place(number))
+            yield partial(source.document, value, source.place(number))
 
 
 def _promises(
@@ -107,4 +116,6 @@ def _promises(
 
 def _told(counts: Counter[str]) -> str:
     rows = f"{counts.total()} rows read: {counts[DOCUMENTS]} documents, {counts[EMPTY]} empty"
+    if any(kind.startswith("dropped_") for kind in counts):
+        rows += f", dropped: {bad_kinds(counts, 'dropped_')}"
     return f"{rows}, {bad_total(counts)} bad ({bad_kinds(counts)})"

@@ -6,10 +6,10 @@ Letters: G streams (one for each row of a global batch), N rows in a source.
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtitan.data.order import permuted, stable_hash
-from torchtitan.data.source import MapSource, SequentialSource, text_of
+from torchtitan.data.source import MapSource, SequentialSource
 from torchtitan.errors import DataError
 
 
@@ -18,12 +18,12 @@ class Part:
     """A document, or one of the equal parts that the few documents of a small source are cut into.
 
     Attributes:
-        text: what is to be encoded.
+        text: what is to be encoded; a `Pack` from a source of conversations.
         first: whether the document begins with it.
         last: whether the document ends with it.
     """
 
-    text: str
+    text: Any
     first: bool = True
     last: bool = True
 
@@ -51,13 +51,14 @@ class MapFeed:
     that no stream meets the same few rows for ever where G is a multiple of N. A source with fewer
     documents than streams has each of them cut into ``ceil(G / N)`` parts: otherwise several
     streams would read the same text at the same time and a batch would be copies of one row.
+    Conversations are not cut.
     """
 
     def __init__(self, source: MapSource, n_streams: int, shuffle_seed: int | None) -> None:
         self.source = source
         self.n_streams = n_streams
         self.shuffle_seed = shuffle_seed
-        self.n_parts = -(-n_streams // len(source))
+        self.n_parts = -(-n_streams // len(source)) if source.divisible else 1
         self.rows_per_epoch: int | None = len(source) * self.n_parts
 
     def take(self, stream: int, count: int) -> Part:
@@ -70,6 +71,8 @@ class MapFeed:
             index = permuted(index, n, stable_hash(self.shuffle_seed, epoch))
         document, part = divmod(index, self.n_parts)
         text = self.source.read(document)
+        if self.n_parts == 1:
+            return Part(text)
         start, end = (len(text) * p // self.n_parts for p in (part, part + 1))
         return Part(text[start:end], first=part == 0, last=part == self.n_parts - 1)
 
@@ -122,7 +125,7 @@ class SequentialFeed:
                 f"stream {stream} asked for row {count} and the feed is at {number // self.n_streams}"
             )
         row = number % self.rows_per_epoch if self.rows_per_epoch else number
-        return Part(text_of(value, self.source.place(row)))
+        return Part(self.source.document(value, self.source.place(row)))
 
     def _read_on(self, start: int) -> Iterator[tuple[int, object]]:
         epoch, skip = divmod(start, self.rows_per_epoch) if self.rows_per_epoch else (0, start)

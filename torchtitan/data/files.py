@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchtitan.config.configurable import Problem
 from torchtitan.data.formats.opening import (
@@ -71,8 +71,12 @@ class Files(MapSource):
             """
             return Files(self)
 
-    def __init__(self, config: Config) -> None:
-        options = FileOptions(config.text_field, config.cache_folder)
+        def build_rows(self) -> "Files":
+            """The same, for whole rows."""
+            return Files(self, whole_rows=True)
+
+    def __init__(self, config: Config, *, whole_rows: bool = False) -> None:
+        options = FileOptions(None if whole_rows else config.text_field, config.cache_folder)
         self._paths = _as_list(config.path)
         self._files: list[Path] = []
         for path in self._paths:
@@ -88,13 +92,28 @@ class Files(MapSource):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def read(self, index: int) -> str:
-        """Text of row ``index``, counted over all files."""
-        file = bisect_right(self._ends, index)
+    def read(self, index: int) -> Any:
+        """Text of row ``index``, counted over all files, or the whole row."""
+        file, row = self._find(index)
         try:
-            return self._rows[file].read(index - (self._ends[file - 1] if file else 0))
+            return self._rows[file].read(row)
         except OSError as error:
             raise cannot_read(self._files[file], error) from error
+
+    def place(self, index: int) -> str:
+        """File and line of row ``index``."""
+        file, row = self._find(index)
+        return self._rows[file].place(row)
+
+    def fingerprint(self) -> str:
+        """Paths, sizes and times of change."""
+        stats = [(str(file.resolve()), file.stat()) for file in self._files]
+        return repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Number of the file, and of the row in it."""
+        file = bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
 
     def describe(self) -> str:
         """Name and size for messages."""

@@ -64,28 +64,45 @@ class HuggingFace(MapSource):
             Raises:
                 DataError: if it cannot be had, or has no such column.
             """
+            return self._build(whole_rows=False)
+
+        def build_rows(self) -> "HuggingFace | HuggingFaceStream":
+            """The same, for whole rows."""
+            return self._build(whole_rows=True)
+
+        def _build(self, *, whole_rows: bool) -> "HuggingFace | HuggingFaceStream":
             dataset = _open(self)
             columns = dataset.column_names
-            if columns is not None and self.text_field not in columns:
+            if not whole_rows and columns is not None and self.text_field not in columns:
                 raise DataError(
                     f"{self.name}: no column {self.text_field!r}; it has {', '.join(columns)}: set text_field to one of them"
                 )
             if self.streaming:
-                return HuggingFaceStream(self, dataset)
-            return HuggingFace(self, dataset)
+                return HuggingFaceStream(self, dataset, whole_rows=whole_rows)
+            return HuggingFace(self, dataset, whole_rows=whole_rows)
 
-    def __init__(self, config: Config, dataset: Any) -> None:
+    def __init__(self, config: Config, dataset: Any, *, whole_rows: bool = False) -> None:
         self._name = f"{config.name}, split={config.split}"
-        self._field = config.text_field
-        self._dataset = dataset.select_columns([config.text_field])
+        self._field = None if whole_rows else config.text_field
+        self._dataset = dataset if whole_rows else dataset.select_columns([config.text_field])
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, index: int) -> str:
-        """Text of row ``index``."""
-        place = f"{self._name} row {index + 1}"
+    def place(self, index: int) -> str:
+        """Name and row."""
+        return f"{self._name} row {index + 1}"
+
+    def fingerprint(self) -> str:
+        """Name, and what the library computes from the data and all that was done to it."""
+        return f"{self._name} {self._dataset._fingerprint}"
+
+    def read(self, index: int) -> Any:
+        """Text of row ``index``, or the whole row."""
+        place = self.place(index)
         try:
+            if self._field is None:
+                return self._dataset[index]
             return text_of(self._dataset[index][self._field], place)
         except UnicodeDecodeError as error:
             raise BadRow(
@@ -100,13 +117,15 @@ class HuggingFace(MapSource):
 class HuggingFaceStream(SequentialSource):
     """The rows of a streamed data set."""
 
-    def __init__(self, config: HuggingFace.Config, dataset: Any) -> None:
+    def __init__(
+        self, config: HuggingFace.Config, dataset: Any, *, whole_rows: bool = False
+    ) -> None:
         self._name = f"{config.name}, split={config.split}"
-        self._field = config.text_field
+        self._field = None if whole_rows else config.text_field
         self._dataset = dataset
 
     def rows(self, *, start: int, shuffle_seed: int | None) -> Iterator[object]:
-        """The text column of one epoch, from row ``start`` on."""
+        """The text column of one epoch, or the whole rows, from row ``start`` on."""
         dataset = self._dataset
         if shuffle_seed is not None:
             dataset = dataset.shuffle(seed=shuffle_seed, buffer_size=_SHUFFLE_BUFFER_ROWS)
@@ -124,7 +143,10 @@ class HuggingFaceStream(SequentialSource):
             if batch is None:
                 return
             n_rows = len(next(iter(batch.values())))
-            yield from batch.get(self._field, [None] * n_rows)
+            if self._field is None:
+                yield from ({k: values[i] for k, values in batch.items()} for i in range(n_rows))
+            else:
+                yield from batch.get(self._field, [None] * n_rows)
 
     def place(self, row: int) -> str:
         """Number of the row in the order in which it was read."""

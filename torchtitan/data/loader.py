@@ -18,8 +18,9 @@ import torch
 from torchtitan.batch import Batch
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.data.bad_rows import MIN_BAD_ROWS, BadRowPolicy
+from torchtitan.data.chat.stream import SamplePacking
 from torchtitan.data.enough import check_enough
-from torchtitan.data.source import MapSource, Source
+from torchtitan.data.source import MapSource, SequentialSource, Source
 from torchtitan.data.stream import FIELDS, StreamState, new_state
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.worker import Piece, Plan, make_pieces, start_workers
@@ -36,14 +37,17 @@ class LoaderStep:
         batch: G / D rows of this data rank, on the CPU.
         state: this rank's position after the batch, JSON-able; see `Loader.merge_states`.
         wait_s: seconds spent waiting for it.
-        counts: documents, empty and bad rows so far, of this rank's streams and since the beginning
-            of training.
+        counts: documents, empty, dropped and bad rows so far, of this rank's streams and since the
+            beginning of training.
+        utilisation: share of the tokens of this rank's rows so far that samples fill, 0..1; None where
+            documents go on from row to row and nothing stays empty.
     """
 
     batch: Batch
     state: dict[str, Any]
     wait_s: float
     counts: dict[str, int]
+    utilisation: float | None = None
 
 
 class Loader(Configurable):
@@ -117,13 +121,15 @@ class Loader(Configurable):
                     f"set a multiple of {dp_world_size}"
                 )
             policy = BadRowPolicy(self.bad_rows, self.max_bad_fraction)
-            sources = [source.build() for source in self.sources]
+            sources = self.open_sources(tokenizer, seq_len, policy)
+            packing = self.sample_packing()
             check_enough(
                 sources,
                 tokenizer=tokenizer,
                 global_batch_rows=global_batch_rows,
                 seq_len=seq_len,
                 policy=policy,
+                one_per_row=packing is not None and packing.one_per_row,
             )
             per_rank = global_batch_rows // dp_world_size
             plan = Plan(
@@ -138,8 +144,29 @@ class Loader(Configurable):
                 rows_per_epoch=[
                     len(source) if isinstance(source, MapSource) else None for source in sources
                 ],
+                packing=packing,
             )
             return Loader(plan, n_workers=min(self.n_workers, per_rank), prefetch=self.prefetch)
+
+        def open_sources(
+            self, tokenizer: Tokenizer, seq_len: int, policy: BadRowPolicy
+        ) -> list[MapSource | SequentialSource]:
+            """Open the sources of text.
+
+            Args:
+                tokenizer: of the run.
+                seq_len: S.
+                policy: what to do with bad rows.
+
+            Raises:
+                DataError: if one cannot be read.
+            """
+            del tokenizer, seq_len, policy
+            return [source.build() for source in self.sources]
+
+        def sample_packing(self) -> SamplePacking | None:
+            """How rows are filled with whole samples; None where documents go on from row to row."""
+            return None
 
     def __init__(self, plan: Plan, *, n_workers: int, prefetch: int) -> None:
         self.plan = plan
@@ -183,6 +210,7 @@ class Loader(Configurable):
             state=self._state(),
             wait_s=time.monotonic() - started,
             counts=dict(counts),
+            utilisation=self._utilisation(),
         )
 
     def load_state(self, merged: dict[str, Any]) -> None:
@@ -254,6 +282,11 @@ class Loader(Configurable):
                 f"a data worker died ({str(error).partition(chr(10))[0]}); if memory ran out, lower loader.n_workers; "
                 "n_workers=0 reads the data in the training process"
             ) from error
+
+    def _utilisation(self) -> float | None:
+        rows = sum(state.get("rows", 0) for state in self._states.values())
+        filled = sum(state.get("filled", 0) for state in self._states.values())
+        return filled / (rows * self.plan.seq_len) if rows else None
 
     def _show(self, bad_rows: list[str]) -> None:
         for text in bad_rows:

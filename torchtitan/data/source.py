@@ -3,8 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.errors import DataError
 
 
 class BadRow(Exception):  # noqa: N818 - a finding that the policy of the loader turns into a count or an error
@@ -16,6 +18,9 @@ class BadRow(Exception):  # noqa: N818 - a finding that the policy of the loader
         place: file and row, such as ``data/a.jsonl line 17``.
         reason: the same for a reader, with what was found.
     """
+
+    fault = True
+    """Whether the data is to blame; a row without fault is counted as dropped and never an error."""
 
     def __init__(self, kind: str, place: str, reason: str) -> None:
         super().__init__(kind, place, reason)
@@ -51,9 +56,26 @@ class Source(Configurable):
             """Open the source; each kind of source has its own."""
             raise NotImplementedError(f"{type(self).__qualname__} does not define build()")
 
+        def build_rows(self) -> "MapSource | SequentialSource":
+            """Open the source for whole rows, as conversations need them, instead of the text of one field.
+
+            Raises:
+                DataError: if the rows of this kind of source are nothing but text.
+            """
+            raise DataError(
+                f"{type(self).__qualname__} has text only, no rows with several fields; use Files, HuggingFace or Docstrings"
+            )
+
+    divisible: ClassVar[bool] = True
+    """Whether a document may be cut into parts that are packed apart."""
+
     @abstractmethod
     def describe(self) -> str:
         """Name and size for messages, such as ``Files(data): 3 files, 1200 rows``."""
+
+    def fingerprint(self) -> str:
+        """Equal as long as the data is the same; what is prepared from it is found again by this."""
+        return self.describe()
 
 
 class MapSource(Source):
@@ -64,12 +86,16 @@ class MapSource(Source):
         """Number of rows, good and bad."""
 
     @abstractmethod
-    def read(self, index: int) -> str:
-        """Text of row ``index``.
+    def read(self, index: int) -> Any:
+        """Text of row ``index``, or the whole row where the source was opened for rows.
 
         Raises:
             BadRow: if the row has no usable text.
         """
+
+    def place(self, index: int) -> str:
+        """Where row ``index`` is, for messages."""
+        return f"{self.describe()}, row {index + 1}"
 
 
 class SequentialSource(Source):
@@ -87,6 +113,14 @@ class SequentialSource(Source):
     @abstractmethod
     def place(self, row: int) -> str:
         """Where the row with this number (from 0, in the order read) is, for messages."""
+
+    def document(self, value: object, place: str) -> Any:
+        """What a value that `rows` gave is: its text.
+
+        Raises:
+            BadRow: if the row has no usable text.
+        """
+        return text_of(value, place)
 
 
 def text_of(value: object, place: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtitan.data.bad_rows import DOCUMENTS, EMPTY, BadRowPolicy
 from torchtitan.data.document import Document
-from torchtitan.data.feed import Feed
+from torchtitan.data.feed import Feed, Part
 from torchtitan.data.source import BadRow
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
@@ -28,7 +28,9 @@ StreamState = dict[str, Any]
 - ``tokens``: tokens packed, for each source; they decide which source is next.
 - ``open``: ``[source, slice, offset]`` in the document in progress (the last taken of its source),
   or None.
-- ``counts``: documents, empty and bad rows so far.
+- ``counts``: documents, empty, dropped and bad rows so far.
+
+A stream of samples has more; see `SampleStream`.
 """
 
 
@@ -42,6 +44,8 @@ def rows_wanted(state: StreamState) -> list[int]:
     wanted = list(state["taken"])
     if state["open"] is not None:
         wanted[state["open"][0]] -= 1
+    for source, count in state.get("pending", []):
+        wanted[source] = min(wanted[source], count)
     return wanted
 
 
@@ -127,7 +131,10 @@ class Stream:
         return row
 
     def _open_next(self) -> Document:
-        """Take rows until one has text."""
+        return Document(self._take_next(), self.tokenizer)
+
+    def _take_next(self) -> Part:
+        """Take rows until one has text; ``_source`` is then where it is from."""
         for _ in range(_MAX_ROWS_WITHOUT_TEXT):
             source = self._next_source()
             count = self._taken[source]
@@ -136,14 +143,15 @@ class Stream:
                 part = self.feeds[source].take(self.number, count)
             except BadRow as row:
                 self.policy.meet(row, self._counts)
-                self.on_bad_row(row)
+                if row.fault:
+                    self.on_bad_row(row)
                 continue
-            if not part.text.strip():
+            if isinstance(part.text, str) and not part.text.strip():
                 self._counts[EMPTY] += 1
                 continue
             self._counts[DOCUMENTS] += 1
             self._source = source
-            return Document(part, self.tokenizer)
+            return part
         raise DataError(
             f"{_MAX_ROWS_WITHOUT_TEXT} rows one after the other hold no text ({dict(self._counts)} so far); "
             "mend the data or remove the source"

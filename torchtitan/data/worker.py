@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.data.bad_rows import MIN_BAD_ROWS, BadRowPolicy
+from torchtitan.data.chat.stream import SamplePacking, SampleStream
 from torchtitan.data.feed import Feed, MapFeed, SequentialFeed
 from torchtitan.data.order import stable_hash
 from torchtitan.data.source import BadRow, MapSource, SequentialSource
@@ -58,6 +59,7 @@ class Plan:
         policy: what to do with bad rows.
         states: this rank's streams and where they go on.
         rows_per_epoch: for each source, where it is known.
+        packing: how rows are filled with whole samples; None where documents go on from row to row.
     """
 
     sources: Sequence[MapSource | SequentialSource]
@@ -69,6 +71,7 @@ class Plan:
     policy: BadRowPolicy
     states: dict[int, StreamState]
     rows_per_epoch: Sequence[int | None]
+    packing: SamplePacking | None = None
 
 
 def make_pieces(plan: Plan, worker: int = 0, n_workers: int = 1) -> Iterator[Piece]:
@@ -88,7 +91,8 @@ def make_pieces(plan: Plan, worker: int = 0, n_workers: int = 1) -> Iterator[Pie
     try:
         feeds = [_feed(plan, source, numbers) for source in range(len(plan.sources))]
         streams = [
-            Stream(
+            _stream(
+                plan.packing,
                 number=number,
                 n_streams=plan.n_streams,
                 feeds=feeds,
@@ -145,6 +149,10 @@ class _Pieces(IterableDataset[Piece]):
         if info is None:
             return make_pieces(self.plan)
         return make_pieces(self.plan, info.id, info.num_workers)
+
+
+def _stream(packing: SamplePacking | None, **stream: Any) -> Stream:
+    return Stream(**stream) if packing is None else SampleStream(packing=packing, **stream)
 
 
 def _feed(plan: Plan, index: int, numbers: Sequence[int]) -> Feed:

@@ -25,12 +25,14 @@ class Fed:
         loader_state: this data rank's position after these rows.
         counts: the loader's running counts on this rank.
         wait_s: seconds that the step waited for data and for the other ranks to have theirs.
+        utilisation: share of this rank's tokens so far that samples fill; None where nothing stays empty.
     """
 
     microbatches: list[Batch]
     loader_state: dict[str, Any]
     counts: dict[str, int]
     wait_s: float
+    utilisation: float | None = None
 
 
 @dataclass(slots=True)
@@ -71,16 +73,20 @@ class Feed:
             DataError: on all ranks, if one of them has no data.
         """
         drawn = self._draw() if count > 0 else None
-        while drawn is not None:
-            start = time.perf_counter()
-            step, self.stopped = self._agree(drawn)
-            if self.stopped:
-                return
-            microbatches = to_microbatches(step.batch, self._micro_batch_rows, self._mesh)
-            count -= 1
-            drawn = self._draw() if count > 0 else None
-            wait_s = time.perf_counter() - start
-            yield Fed(microbatches, step.state, step.counts, wait_s)
+        try:
+            while drawn is not None:
+                start = time.perf_counter()
+                step, self.stopped = self._agree(drawn)
+                if self.stopped:
+                    return
+                microbatches = to_microbatches(step.batch, self._micro_batch_rows, self._mesh)
+                count -= 1
+                drawn = self._draw() if count > 0 else None
+                wait_s = time.perf_counter() - start
+                yield Fed(microbatches, step.state, step.counts, wait_s, step.utilisation)
+        finally:
+            if drawn is not None and drawn.work is not None:
+                drawn.work.wait()  # a run that ends early leaves no collective behind
 
     def _draw(self) -> _Drawn:
         step, error = None, None

@@ -3,15 +3,30 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from torchtitan.batch import Batch
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.data.loader import Loader
+from torchtitan.errors import ConfigError
 from torchtitan.parallel.fsdp import reshard
 from torchtitan.training.engine import Engine
 from torchtitan.training.feed import to_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation of a run.
+
+    Attributes:
+        step: optimizer steps before it.
+        value: of the metric.
+    """
+
+    step: int
+    value: float
 
 
 class Validation(Configurable):
@@ -21,7 +36,9 @@ class Validation(Configurable):
     class Config(Configurable.Config):
         """Settings of `Validation`."""
 
-        OPERATIONAL = frozenset({"every_n_steps", "steps", "data"})
+        OPERATIONAL = frozenset(
+            {"every_n_steps", "steps", "data", "metric", "mode", "keep_best", "patience"}
+        )
 
         every_n_steps: int = 100
         """Optimizer steps between evaluations; there is one after the last step too. 0 means only that one."""
@@ -30,8 +47,22 @@ class Validation(Configurable):
         data: Loader.Config
         """Held-out rows, in a fixed order (shuffle off)."""
 
+        metric: str = "validation_loss"
+        """What `keep_best` and `patience` look at: a metric of the evaluation."""
+        mode: Literal["min", "max"] = "min"
+        """Whether a lower or a higher value of `metric` is better."""
+        keep_best: bool = False
+        """Save a checkpoint after each evaluation that is the best so far, and keep the best whatever its age;
+        `best.json` in the run folder names it."""
+        patience: int | None = None
+        """End the run after so many evaluations in a row that are no better than the best; None never ends early."""
+
         def check(self) -> Iterator[Problem]:
             """See `Configurable.Config.check`."""
+            if self.patience is not None and self.patience < 1:
+                yield Problem(
+                    "patience", self.patience, "is not positive", "set 1 or more, or None for never"
+                )
             if self.steps < 1:
                 yield Problem(
                     "steps", self.steps, "is not positive", "set at least 1, or validation to None"
@@ -54,6 +85,45 @@ class Validation(Configurable):
         self.engine = engine
         self.loader = loader
         self._micro_batch_rows = micro_batch_rows
+        self.best: Best | None = None
+        self.n_without_gain = 0
+        """Evaluations since the best one."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `patience` is at its end."""
+        patience = self.config.patience
+        return patience is not None and self.n_without_gain >= patience
+
+    def judge(self, step: int, metrics: dict[str, float]) -> bool:
+        """Compare an evaluation with the best one before; whether it is the new best.
+
+        Raises:
+            ConfigError: if there is no such metric.
+        """
+        name = self.config.metric
+        if name not in metrics:
+            raise ConfigError(
+                f"validation.metric={name!r} is not among the metrics of the evaluation, {', '.join(metrics)}; set one of them"
+            )
+        value = metrics[name]
+        sign = 1 if self.config.mode == "min" else -1
+        if math.isnan(value) or (self.best and sign * value >= sign * self.best.value):
+            self.n_without_gain += 1
+            return False
+        self.best, self.n_without_gain = Best(step, value), 0
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """The best evaluation so far, for the checkpoint."""
+        best = self.best and [self.best.step, self.best.value]
+        return {"best": best, "metric": self.config.metric, "n_without_gain": self.n_without_gain}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on judging; a best value of another metric says nothing."""
+        if state["metric"] == self.config.metric and state["best"] is not None:
+            self.best = Best(*state["best"])
+            self.n_without_gain = state["n_without_gain"]
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after optimizer step number ``step`` (counted from 1)."""

@@ -23,12 +23,13 @@ def open_csv(path: Path, shown: Path, options: FileOptions) -> Spans:
     lines = _Lines(path)
     records = csv.reader(lines)
     header = next(records, [])
-    if header and options.text_field not in header:
+    if header and options.text_field is not None and options.text_field not in header:
         raise DataError(
             f"{shown}: no column {options.text_field!r}; it has {', '.join(header)}: set text_field to one of them"
         )
-    column = header.index(options.text_field) if header else 0
-    rows = Spans(path, shown, partial(_parse_record, column=column, text_field=options.text_field))
+    whole = options.text_field is None
+    parse = partial(_parse_record, header=header, text_field=options.text_field)
+    rows = Spans(path, shown, parse, whole=whole)
     while True:
         start, line = lines.offset, records.line_num + 1
         try:
@@ -41,12 +42,15 @@ def open_csv(path: Path, shown: Path, options: FileOptions) -> Spans:
             rows.add(start, lines.offset, line)
 
 
-def _parse_record(data: bytes, place: str, *, column: int, text_field: str) -> object:
+def _parse_record(data: bytes, place: str, *, header: list[str], text_field: str | None) -> object:
     csv.field_size_limit(_MAX_FIELD)
     try:
         record = next(csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True))
     except csv.Error as error:
         raise BadRow("broken", place, f"broken CSV: {error}") from error
+    if text_field is None:
+        return dict(zip(header, record, strict=False))
+    column = header.index(text_field)
     if column >= len(record):
         raise BadRow(
             "missing_field", place, f"{len(record)} fields, too few for the column {text_field!r}"

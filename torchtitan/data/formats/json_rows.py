@@ -18,7 +18,7 @@ _LINES_TRIED = 10
 
 def open_json_lines(path: Path, shown: Path, options: FileOptions) -> Spans:
     """Every line that is not blank is a row."""
-    rows = Spans(path, shown, partial(parse_object, text_field=options.text_field))
+    rows = _spans(path, shown, options)
     start = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -33,7 +33,7 @@ def open_json(path: Path, shown: Path, options: FileOptions) -> Spans:
     with path.open("rb") as file:
         if _is_json_lines(file):
             return open_json_lines(path, shown, options)
-        rows = Spans(path, shown, partial(parse_object, text_field=options.text_field))
+        rows = _spans(path, shown, options)
         if path.stat().st_size > 0:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 line, counted_to = 1, 0
@@ -46,8 +46,13 @@ def open_json(path: Path, shown: Path, options: FileOptions) -> Spans:
         return rows
 
 
-def parse_object(data: bytes, place: str, *, text_field: str) -> object:
-    """The text field of one JSON object."""
+def _spans(path: Path, shown: Path, options: FileOptions) -> Spans:
+    parse = partial(parse_object, text_field=options.text_field)
+    return Spans(path, shown, parse, whole=options.text_field is None)
+
+
+def parse_object(data: bytes, place: str, *, text_field: str | None) -> object:
+    """The text field of one JSON object, or the whole object."""
     try:
         row = json.loads(data.removeprefix(BOM).rstrip().decode("utf-8"))
     except json.JSONDecodeError as error:
@@ -60,6 +65,8 @@ def parse_object(data: bytes, place: str, *, text_field: str) -> object:
         raise BadRow("broken", place, f"broken JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow("broken", place, f"not a JSON object but a {type(row).__name__}")
+    if text_field is None:
+        return row
     if text_field not in row:
         raise BadRow("missing_field", place, f"no field {text_field!r} among {sorted(row)[:10]}")
     return row[text_field]

@@ -1,4 +1,4 @@
-"""Parquet: the text column is copied once into an Arrow file, whose rows can be read in any order.
+"""Parquet: the text column (or all of them) is copied once into an Arrow file, whose rows can be read in any order.
 
 Parquet itself is compressed by row group, so that reading shuffled rows would decode a group for
 each.
@@ -20,9 +20,16 @@ _BATCH_ROWS = 1024
 
 
 class ArrowFile:
-    """The rows of an Arrow file with one column, mapped into memory when the first is read."""
+    """The rows of an Arrow file, mapped into memory when the first is read.
 
-    def __init__(self, path: Path, shown: Path) -> None:
+    Args:
+        path: the file.
+        shown: the file that the user knows, for messages.
+        whole: whether a row is all columns, and not the text of the only one.
+    """
+
+    def __init__(self, path: Path, shown: Path, *, whole: bool = False) -> None:
+        self.whole = whole
         self.path = path
         self.shown = shown
         self._opened: Any = None
@@ -32,12 +39,18 @@ class ArrowFile:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def read(self, index: int) -> str:
-        """Text of row ``index``."""
+    def place(self, index: int) -> str:
+        """File and row."""
+        return f"{self.shown} row {index + 1}"
+
+    def read(self, index: int) -> Any:
+        """Text of row ``index``, or the whole row."""
         batch = bisect_right(self._ends, index)
         first = self._ends[batch - 1] if batch else 0
-        place = f"{self.shown} row {index + 1}"
+        place = self.place(index)
         try:
+            if self.whole:
+                return self._reader().get_batch(batch).slice(index - first, 1).to_pylist()[0]
             return text_of(self._reader().get_batch(batch).column(0)[index - first].as_py(), place)
         except UnicodeDecodeError as error:
             raise BadRow(
@@ -63,26 +76,27 @@ def open_parquet(path: Path, shown: Path, options: FileOptions) -> ArrowFile:
     copy = cached_copy(
         path,
         suffix=".arrow",
-        variant=options.text_field,
+        variant=options.text_field or "",
         folder=options.cache_folder,
         write=partial(_copy_column, path, shown, options.text_field),
     )
-    return ArrowFile(copy, shown)
+    return ArrowFile(copy, shown, whole=options.text_field is None)
 
 
-def _copy_column(path: Path, shown: Path, text_field: str, copy: Path) -> None:
+def _copy_column(path: Path, shown: Path, text_field: str | None, copy: Path) -> None:
     arrow = require("pyarrow", extra="data", purpose="reading Parquet files")
     parquet = require("pyarrow.parquet", extra="data", purpose="reading Parquet files")
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if text_field not in names:
+            if text_field is not None and text_field not in names:
                 raise DataError(
                     f"{shown}: no column {text_field!r}; it has {', '.join(names)}: set text_field to one of them"
                 )
-            schema = arrow.schema([file.schema_arrow.field(text_field)])
+            kept = names if text_field is None else [text_field]
+            schema = arrow.schema([file.schema_arrow.field(name) for name in kept])
             with arrow.ipc.new_file(str(copy), schema) as out:
-                for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[text_field]):
+                for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=kept):
                     out.write_batch(batch.cast(schema))
     except arrow.ArrowInvalid as error:
         reason = str(error).partition("\n")[0]

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtitan.data.source import BadRow, text_of
 
@@ -16,11 +16,11 @@ class FileOptions:
     """How files are read.
 
     Attributes:
-        text_field: name of the field or column that holds the text.
+        text_field: name of the field or column that holds the text; None means the whole row.
         cache_folder: where plain copies are kept; None is the default.
     """
 
-    text_field: str
+    text_field: str | None
     cache_folder: str | None
 
 
@@ -29,8 +29,12 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> str:
-        """Text of row ``index``; raises BadRow."""
+    def read(self, index: int) -> Any:
+        """Text of row ``index``, or the whole row; raises BadRow."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Where row ``index`` is, for messages."""
         ...
 
 
@@ -42,12 +46,16 @@ class Spans:
         shown: the file that the user knows, for messages.
         parse: from the bytes and the place of a row to the value of its text field; raises BadRow,
             or UnicodeDecodeError for bytes that are not UTF-8.
+        whole: whether ``parse`` gives the whole row instead.
     """
 
-    def __init__(self, path: Path, shown: Path, parse: Callable[[bytes, str], object]) -> None:
+    def __init__(
+        self, path: Path, shown: Path, parse: Callable[[bytes, str], object], *, whole: bool = False
+    ) -> None:
         self.path = path
         self.shown = shown
         self.parse = parse
+        self.whole = whole
         self._starts, self._ends, self._lines = array("q"), array("q"), array("I")
 
     def add(self, start: int, end: int, line: int) -> None:
@@ -59,15 +67,20 @@ class Spans:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def read(self, index: int) -> str:
-        """Text of row ``index``. The file is opened each time, so that forked workers share no position in it."""
+    def place(self, index: int) -> str:
+        """File and line."""
+        return f"{self.shown} line {self._lines[index]}"
+
+    def read(self, index: int) -> Any:
+        """Text of row ``index``, or the whole row. The file is opened each time, so that forked workers share no position in it."""
         start, end = self._starts[index], self._ends[index]
-        place = f"{self.shown} line {self._lines[index]}"
+        place = self.place(index)
         with self.path.open("rb") as file:
             file.seek(start)
             data = file.read(end - start)
         try:
-            return text_of(self.parse(data, place), place)
+            value = self.parse(data, place)
+            return value if self.whole else text_of(value, place)
         except UnicodeDecodeError as error:
             raise BadRow(
                 "invalid_utf8", place, f"byte {error.start} of the row is not UTF-8"
