@@ -301,7 +301,7 @@ def cross_entropies(cases, seed):
         bounds = sorted([0, vocab, *draw.sample(range(1, vocab), world - 1)])  # uneven at will
         start, size = bounds[rank], bounds[rank + 1] - bounds[rank]
         mine = weight.detach()[start : start + size].clone().requires_grad_()
-        shard = VocabularyShard(dist.group.WORLD, start, size)
+        shard = VocabularyShard(dist.group.WORLD, start, size, vocab)
         loss = linear_cross_entropy(hidden, mine, labels, chunk_tokens=chunk, vocabulary=shard)
         dense = F.cross_entropy(
             hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum"
