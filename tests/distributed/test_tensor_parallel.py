@@ -238,6 +238,7 @@ def traffic(folder, degrees, sequence_parallel, recompute, micro_batches):
             trainer.mesh,
         )
         batch = rows(2 * micro_batches, 32, config.model.vocab_size)
+        batch["labels"] = batch["tokens"]  # all count
         microbatches = to_microbatches(batch, 2, mesh)
         totals = engine.totals(microbatches)
         with TrafficRecorder() as recorder:
