@@ -1,5 +1,7 @@
 """Text to token ids and back, for any ``tokenizer.json``; a small tokenizer comes with the package."""
 
+import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -15,12 +17,15 @@ from torchtitan.optional import is_installed, require
 if TYPE_CHECKING:
     import tokenizers
 
-BUNDLED = Path(__file__).parent / "assets" / "tokenizer.json"
+_ASSETS = Path(__file__).parent / "assets"
+BUNDLED = _ASSETS / "tokenizer.json"
 """Byte-level BPE with 4096 entries, made by ``scripts/train_tokenizer.py``."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
+_RENAMED = "\ufdd3"
+"""Noncharacter of Unicode before the names of special tokens, where text has those names too."""
 _SLICE_CHARACTERS = 1 << 18  # one slice at a time takes 60 MB; a 10 MB text in one go takes 1.4 GB
 _SAFE_CUT = re.compile(
     r"\n(?=\S)|\S(?=[ ]\S)"
@@ -42,6 +47,10 @@ class Tokenizer(Configurable):
         file, "" means that there is none."""
         eos_token: str | None = None
         """Token after each document; None finds it as for `bos_token`. A tokenizer must have one."""
+        chat_template: str | None = None
+        """How a conversation becomes text: a file with Jinja, the Jinja itself, the name of one of several in the
+        tokenizer's folder, or `chatml` or `llama3`, which come with the package. None takes the folder's; that of
+        the bundled tokenizer is `chatml`."""
 
         def check(self) -> Iterator[Problem]:
             """A local path must exist; a hub name needs the package that downloads it."""
@@ -81,6 +90,7 @@ class Tokenizer(Configurable):
     def __init__(self, config: Config) -> None:
         file, settings = _find(config.path)
         self._tokenizer = _load(file)
+        self._renamed: tokenizers.Tokenizer | None = None
         self.vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocab.values()) + 1
         """Number of ids, with the unused ones below the largest."""
@@ -93,6 +103,15 @@ class Tokenizer(Configurable):
                 "set tokenizer.eos_token to the token that ends a document"
             )
         self.eos_id = eos_id
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = [token.content for token in added if token.special]
+        """Names of the tokens that text never encodes to."""
+        self.named_tokens = {"eos_token": self.name(eos_id), **_named_tokens(settings)}
+        """``bos_token``, ``eos_token`` and the like, as a chat template asks for them."""
+        if self.bos_id is not None:
+            self.named_tokens.setdefault("bos_token", self.name(self.bos_id))
+        self.chat_template = _chat_template(config, file, settings)
+        """Jinja, or None if the folder has none."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without beginning or end.
@@ -107,6 +126,44 @@ class Tokenizer(Configurable):
             ids += self._tokenizer.encode(text[start:end], add_special_tokens=False).ids
         return ids
 
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """Token ids of text in which special tokens stand, and the character at which each token begins.
+
+        The pieces are encoded as one text, as ``transformers`` does with a rendered chat template; only
+        those marked True are special tokens, whatever the others look like.
+
+        Args:
+            pieces: parts of the text, and whether each is a special token's name.
+        """
+        looks_special = any(
+            name in piece for piece, special in pieces if not special for name in self.special_tokens
+        )
+        tokenizer, prefix = self._tokenizer, ""
+        if looks_special:
+            tokenizer, prefix = self._with_renamed_tokens(), _RENAMED
+        text = "".join(prefix + piece if special else piece for piece, special in pieces)
+        tokenizer.encode_special_tokens = False
+        try:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        starts = [start for start, _ in encoding.offsets]
+        if not prefix:
+            return encoding.ids, starts
+        removed = [0]  # how many characters of the text before each are those of renaming
+        for character in text:
+            removed.append(removed[-1] + (character == _RENAMED))
+        return encoding.ids, [start - removed[start] for start in starts]
+
+    def name(self, token_id: int) -> str:
+        """The vocabulary's name of a token."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give the same ids."""
+        whole = (self._tokenizer.to_str(), self.bos_id, self.eos_id, self.named_tokens)
+        return hashlib.sha256(repr(whole).encode("utf-8")).hexdigest()
+
     def cuts(self, text: str) -> list[int]:
         """Where the slices of ``text`` begin, and its length; each slice is encoded by itself."""
         cuts = [0]
@@ -120,8 +177,33 @@ class Tokenizer(Configurable):
         """Text of ``ids``; special tokens are shown by their names."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def _with_renamed_tokens(self) -> "tokenizers.Tokenizer":
+        """The same tokenizer with special tokens whose names no text has."""
+        if self._renamed is None:
+            data = json.loads(self._tokenizer.to_str())
+            names = set(self.special_tokens)
+            for token in data["added_tokens"]:
+                if token["content"] in names:
+                    token["content"] = _RENAMED + token["content"]
+            model = data["model"]
+            if isinstance(model["vocab"], dict):
+                model["vocab"] = {
+                    _RENAMED + name if name in names else name: number
+                    for name, number in model["vocab"].items()
+                }
+            else:  # Unigram
+                model["vocab"] = [
+                    [_RENAMED + name if name in names else name, score]
+                    for name, score in model["vocab"]
+                ]
+            if model.get("unk_token") in names:
+                model["unk_token"] = _RENAMED + model["unk_token"]
+            data["post_processor"] = None  # names tokens; it adds those that are left out here
+            self._renamed = _from_text(json.dumps(data))
+        return self._renamed
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
+        return self.__dict__ | {"_renamed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -183,10 +265,11 @@ def _download(name: str) -> tuple[Path, Path | None]:
             "the network and HF_HUB_OFFLINE, or name a local path"
         ) from error
     errors = require("huggingface_hub.errors", extra="data", purpose="downloading a tokenizer")
-    try:
-        return file, Path(hub.hf_hub_download(name, "tokenizer_config.json"))
-    except errors.EntryNotFoundError:  # many have none; offline: none was downloaded
-        return file, None
+    settings = None
+    for other in ("chat_template.jinja", "tokenizer_config.json"):  # all in the folder of the first
+        with contextlib.suppress(errors.EntryNotFoundError):  # many have none; offline: none was had
+            settings = Path(hub.hf_hub_download(name, other))
+    return file, settings and settings.with_name("tokenizer_config.json")
 
 
 def _load(file: Path) -> "tokenizers.Tokenizer":
@@ -203,6 +286,57 @@ def _load(file: Path) -> "tokenizers.Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _from_text(text: str) -> "tokenizers.Tokenizer":
+    import tokenizers  # noqa: PLC0415 - a compiled package that no config check needs
+
+    return tokenizers.Tokenizer.from_str(text)
+
+
+def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    named = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {key: v.get("content") if isinstance(v, dict) else v for key, v in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _chat_template(
+    config: Tokenizer.Config, file: Path, settings: dict[str, Any]
+) -> str | None:
+    """The text of the template that the config asks for.
+
+    Looks in the new places (``chat_template.jinja``, ``additional_chat_templates``) and then in the old
+    one (``tokenizer_config.json``).
+
+    Raises:
+        ConfigError: if it names none of them.
+    """
+    wanted = config.chat_template
+    if wanted is not None and ("{%" in wanted or "{{" in wanted):
+        return wanted
+    if wanted is not None and Path(wanted).expanduser().is_file():
+        return Path(wanted).expanduser().read_text(encoding="utf-8")
+    old = settings.get("chat_template")
+    templates = {t["name"]: t["template"] for t in old} if isinstance(old, list) else {}
+    if isinstance(old, str):
+        templates["default"] = old
+    for found in (file.parent / "additional_chat_templates").glob("*.jinja"):
+        templates[found.stem] = found.read_text(encoding="utf-8")
+    new = file.with_name("chat_template.jinja")
+    if config.path is not None and new.is_file():
+        templates["default"] = new.read_text(encoding="utf-8")
+    shipped = {path.stem: path for path in _ASSETS.glob("*.jinja")}
+    name = wanted or ("chatml" if config.path is None else "default")
+    if name in templates:
+        return templates[name]
+    if name in shipped and name != "default":
+        return shipped[name].read_text(encoding="utf-8")
+    if wanted is not None:
+        raise ConfigError(
+            f"tokenizer.chat_template={wanted!r} is no file, no Jinja, and none of "
+            f"{', '.join(sorted({*templates, *shipped}))}; name a file with a template, or one of these"
+        )
+    return None
 
 
 def _first_line(error: Exception) -> str:
