@@ -58,7 +58,6 @@ def dense_divergence(p, q, divergence, b):
     return b * kl(p, m) + (1 - b) * kl(q, m)
 
 
-
 def check_equal(draw, rank=0, world=1):
     """Compare each operation on a random problem with its dense computation, to 1e-5 in value and gradients.
 

@@ -33,9 +33,7 @@ def add_arguments(parser: Arguments) -> None:
 
 def open_generator(arguments: argparse.Namespace) -> tuple[Generator, Source]:
     """The generator of the source that was asked for."""
-    device = torch.device(
-        arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     tokenizer = None
     if arguments.tokenizer or arguments.chat_template:

@@ -48,7 +48,10 @@ class Sampling(Configurable):
                 yield Problem("min_p", self.min_p, "is not between 0 and 1", "set 0 for all tokens")
             if self.repetition_penalty <= 0:
                 yield Problem(
-                    "repetition_penalty", self.repetition_penalty, "is not positive", "set 1 for none"
+                    "repetition_penalty",
+                    self.repetition_penalty,
+                    "is not positive",
+                    "set 1 for none",
                 )
 
         def build(self) -> "Sampling":

@@ -66,7 +66,7 @@ class Source:
             self.tokenizer.chat_template,
             special_tokens=self.tokenizer.special_tokens,
             variables=self.tokenizer.named_tokens,
-            today=datetime.date.today(),  # noqa: DTZ011 - the user's day
+            today=datetime.date.today(),
         )
         text = template.render(messages, add_generation_prompt=True)
         return self.tokenizer.encode_pieces(template.split(text))[0]

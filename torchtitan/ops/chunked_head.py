@@ -14,15 +14,15 @@ from torchtitan.batch import IGNORE_INDEX
 Accumulation = Literal["float32", "weight_dtype"]
 """In which type the gradient of a head's weight is added up over the chunks."""
 
-_ROWS_AT_ONCE = 8192  # of the weight's gradient, where it is in another type than the matmul's result
+_ROWS_AT_ONCE = (
+    8192  # of the weight's gradient, where it is in another type than the matmul's result
+)
 
 
 class ChunkTerms(Protocol):
     """The losses of a chunk of tokens, from their logits."""
 
-    def __call__(
-        self, raw: Tensor, rows: slice, *, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, raw: Tensor, rows: slice, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Compute the chunk's loss sum and, if asked for, its gradient with respect to ``raw``.
 
         Args:

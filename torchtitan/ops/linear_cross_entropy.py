@@ -165,9 +165,7 @@ class _Terms:
     vocabulary: VocabularyShard | None
     form: _Form
 
-    def __call__(
-        self, raw: Tensor, rows: slice, *, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, raw: Tensor, rows: slice, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
         start = 0 if self.vocabulary is None else self.vocabulary.start
         label, here = localize(self.labels[rows, None], start, raw.shape[1])  # (C, 1)
         logits, log_norm, target = self.form.statistics(raw, label, here)

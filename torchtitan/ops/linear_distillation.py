@@ -105,9 +105,7 @@ class _Terms:
     softcap: float | None
     teacher_softcap: float | None
 
-    def __call__(
-        self, raw: Tensor, rows: slice, *, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, raw: Tensor, rows: slice, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
         teacher_raw = (self.teacher_states[rows] @ self.teacher_weight.t()).float()  # (C, V/tp)
         teacher = self._log_softmax(cap(teacher_raw, self.teacher_softcap))
         logits = cap(raw, self.softcap)

@@ -102,7 +102,9 @@ def _parallelize_stage(
     apply_context_parallel(model, mesh.cp, mesh.context.kind)
     apply_activation_checkpointing(model, activation_checkpointing)
     budget = activation_checkpointing.compiled_budget
-    apply_compile(model, compile, memory_budget=budget)  # after it: the graph holds the recomputation
+    apply_compile(
+        model, compile, memory_budget=budget
+    )  # after it: the graph holds the recomputation
     apply_fsdp(
         model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward
     )

@@ -5,7 +5,7 @@ from tests.tiny import tiny_model
 from torchtitan import torch_api
 from torchtitan.generation.generator import Generator
 from torchtitan.generation.sampling import Sampling
-from torchtitan.models.layers.attention import SDPA, GQA
+from torchtitan.models.layers.attention import GQA, SDPA
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.init import init_weights
 from torchtitan.models.layers.norm import RMSNorm
@@ -72,9 +72,7 @@ def test_a_drawn_row_does_not_depend_on_its_batch():
         alone = Sampling.Config(temperature=1.5, seed=7 + i)
         assert generator.generate([prompt], alone, max_new_tokens=10)[0].ids == batch[i].ids
     again = generator.generate(PROMPTS, sampling, max_new_tokens=10)
-    other = generator.generate(
-        PROMPTS, Sampling.Config(temperature=1.5, seed=8), max_new_tokens=10
-    )
+    other = generator.generate(PROMPTS, Sampling.Config(temperature=1.5, seed=8), max_new_tokens=10)
     assert [c.ids for c in again] == [c.ids for c in batch] != [c.ids for c in other]
 
 
@@ -105,9 +103,7 @@ def test_streamed_pieces_are_the_text_and_a_held_end_comes_with_the_last():
     generator = Generator(model_of(), Letters())
     text = generator.generate(PROMPTS[:1], GREEDY, max_new_tokens=6)[0].text
     stops = [text[5] + "!"]  # may begin with the last letter, so that is held until the end
-    pieces = list(
-        generator.stream(PROMPTS[:1], GREEDY, max_new_tokens=6, stop_strings=stops)
-    )
+    pieces = list(generator.stream(PROMPTS[:1], GREEDY, max_new_tokens=6, stop_strings=stops))
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ending for piece in pieces] == [None] * 5 + ["length"]
 

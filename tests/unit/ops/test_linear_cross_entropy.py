@@ -122,7 +122,9 @@ def test_ignored_tokens_are_dropped_before_the_projection():
     assert seen.largest == 3 * 96
 
 
-@pytest.mark.parametrize(("how", "limit"), [("float32", 0.02), ("weight_dtype", 0.03), ("by_vocabulary", 0.02)])
+@pytest.mark.parametrize(
+    ("how", "limit"), [("float32", 0.02), ("weight_dtype", 0.03), ("by_vocabulary", 0.02)]
+)
 def test_bfloat16_gradients_come_back_in_bfloat16(how, limit):
     hidden, weight, labels = case(64, vocab=9000)  # more rows than are added up at once
     low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]

@@ -86,7 +86,9 @@ class Head(nn.Module, Configurable):
         if operation is not None:
             return operation(hidden_states)
         if labels is None:
-            raise TypeError("the loss needs labels; pass (B, S), or call another method of the head")
+            raise TypeError(
+                "the loss needs labels; pass (B, S), or call another method of the head"
+            )
         return linear_cross_entropy(
             hidden_states.flatten(0, 1),
             self.weight,
