@@ -1,7 +1,5 @@
 """Random problems of an output head, and the dense computation of what its operations must give."""
 
-import random
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -110,7 +110,7 @@ class Sampling(Configurable):
 
     def _penalised(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
         for row, history in zip(logits, histories, strict=True):
-            seen = torch.tensor(sorted(set(history)), device=logits.device)
+            seen = torch.tensor(sorted(set(history)), dtype=torch.int64, device=logits.device)
             found = row[seen]
             penalty = self.config.repetition_penalty
             row[seen] = torch.where(found > 0, found / penalty, found * penalty)

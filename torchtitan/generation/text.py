@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 _CUT = "\ufffd"  # what bytes decode to that are no character, or not yet
-_MOST_PENDING = 8  # a character has 4 bytes: what waits longer is none
+_MOST_MISSING = 3  # bytes of a character that is not complete
 
 
 class TextStream:
@@ -23,6 +23,7 @@ class TextStream:
         self._stops = [stop for stop in stop_strings if stop]
         self._ids: list[int] = []
         self._context = self._read = 0  # ids from which to decode, and those whose text is out
+        self._shown = 0  # characters that are out of the text of the others
         self._held = ""
 
     def push(self, token_id: int) -> str:
@@ -37,12 +38,13 @@ class TextStream:
     def _new_text(self, *, final: bool) -> str:
         # Some tokenizers decode a token by those before it (a leading space): decode with the piece before, and take the difference.
         before = self._decode(self._ids[self._context : self._read])
-        text = self._decode(self._ids[self._context :])
-        pending = len(self._ids) - self._read
-        if text.endswith(_CUT) and pending < _MOST_PENDING and not final:
-            return ""
-        self._context, self._read = self._read, len(self._ids)
-        return text[len(before) :]
+        text = self._decode(self._ids[self._context :])[len(before) :]
+        cut = len(text) - len(text.rstrip(_CUT))
+        sure = text if final else text[: len(text) - min(cut, _MOST_MISSING)]
+        new, self._shown = sure[self._shown :], len(sure)
+        if len(sure) == len(text):
+            self._context, self._read, self._shown = self._read, len(self._ids), 0
+        return new
 
     def _release(self, new: str, *, final: bool) -> str:
         if self.stopped:

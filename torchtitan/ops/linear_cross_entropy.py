@@ -2,6 +2,8 @@
 
 # Shapes: T tokens that count, D dim, V vocabulary, C tokens of a chunk, W entries of a chunk. "/tp" = local to a TP rank.
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,7 +108,7 @@ class _Form:
 
     def statistics(self, raw: Tensor, label: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(C, W), 2 x (C, 1) -> (C, W), 2 x (C, 1)``: logits, and of these entries L and t.l."""
-        run = torch.compile(_statistics, dynamic=True) if self.fused else _statistics
+        run = _compiled(_statistics) if self.fused else _statistics
         return run(raw, label, here, self.softcap, self.smoothing, self.n_entries)
 
     def loss(self, log_norm: Tensor, target: Tensor) -> Tensor:
@@ -115,10 +117,16 @@ class _Form:
 
     def gradient(self, logits: Tensor, log_norm: Tensor, label: Tensor, here: Tensor) -> Tensor:
         """``(C, W), 3 x (C, 1) -> (C, W)`` gradient of the loss with respect to the products, in place."""
-        run = torch.compile(_gradient, dynamic=True) if self.fused else _gradient
+        run = _compiled(_gradient) if self.fused else _gradient
         return run(
             logits, log_norm, label, here, self.softcap, self.z_loss, self.smoothing, self.n_entries
         )
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One graph for chunks of all sizes."""
+    return torch.compile(function, dynamic=True)
 
 
 def _statistics(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
 from torchtitan.models.model import Model
 
@@ -237,14 +237,13 @@ class _Keep(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operation, and keep its result if the policy says so."""
         out = func(*args, **kwargs)
-        if self.saves(func, args, kwargs, out):
+        if self.saves(func, args, kwargs):
             self.kept.append(tree_map(self.pack, out))
         return out
 
-    def saves(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+    def saves(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether this operation's result is kept."""
-        context = SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=out)
-        return self.policy(context, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+        return self.policy(self, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
 
     def pack(self, leaf: Any) -> Any:
         """A tensor as it waits; anything else as it is."""
@@ -258,8 +257,12 @@ class _Give(_Keep):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The kept result of an operation, or its result."""
-        if not self.saves(func, args, kwargs, None):
+        if not self.saves(func, args, kwargs):
             return func(*args, **kwargs)
+        if not self.kept:
+            raise RuntimeError(
+                "selective recomputation goes back through a block once, and what it kept has been used; use mode full or none"
+            )
         return tree_map(self.unpack, self.kept.popleft(), is_leaf=_is_packed)
 
     def unpack(self, leaf: Any) -> Any:

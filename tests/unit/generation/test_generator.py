@@ -127,8 +127,9 @@ def test_what_cannot_be_continued_is_named():
 
 def on_ranks(sampling):
     """What a rank of a tensor-parallel model generates; the vocabulary of 67 is divided unevenly."""
+    config = model_of().config
     with torch.device("meta"):
-        model = model_of().config.build()
+        model = config.build()
     mesh = torch_api.init_device_mesh(
         "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",)
     )

@@ -32,7 +32,8 @@ def forward(model):
 
 def host_bytes_by_block(model):
     """Of the blocks of the forward before, last first; while its graph is alive."""
-    sizes, call = [], model.layers[0]._offload_order.last()
+    last = model.layers[0]._offload_order.last
+    sizes, call = [], last and last()
     while call is not None:
         sizes.append(sum(away.host.nbytes for away in call._away.values()))
         call = call._before() if call._before is not None else None
@@ -179,3 +180,11 @@ def test_settings_that_do_not_go():
             "model.head.softcap=0.0: is not positive; set None for no bound",
         ]
     )
+
+
+def test_selective_recomputation_goes_back_once():
+    model = make(config_of("selective"))
+    loss = forward(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="goes back through a block once"):
+        loss.backward()
