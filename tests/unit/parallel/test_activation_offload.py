@@ -188,3 +188,19 @@ def test_selective_recomputation_goes_back_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="goes back through a block once"):
         loss.backward()
+
+
+def losses_of_a_rank(folder, offload, mode, axis):
+    config = tiny(f"{folder}/{offload}", micro_batch_rows=2)
+    config.activation_checkpointing = ActivationCheckpointing.Config(mode=mode, offload=offload)
+    setattr(config.parallelism, axis, 2)
+    return train(config)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "axis"), [("none", "dp_shard"), ("selective", "tp")])
+def test_a_run_on_ranks_with_it_is_the_same_run(ranks, tmp_path, mode, axis):
+    want, got = (
+        ranks(losses_of_a_rank, 2, str(tmp_path), offload, mode, axis) for offload in (False, True)
+    )
+    assert got == want
