@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     import torch.cuda as cuda
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -41,6 +42,7 @@ _HOME = {
     "FailOnRecompileLimitHit": "torch._dynamo.exc:FailOnRecompileLimitHit",
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "cuda": "torch.cuda",
+    "functorch_config": "torch._functorch.config",
     "inductor_config": "torch._inductor.config",
     "symmetric_memory": "torch.distributed._symmetric_memory",
     "rendezvous": "torch.distributed.elastic.rendezvous",
@@ -88,6 +90,7 @@ __all__ = [
     "dcp",
     "distribute_tensor",
     "fully_shard",
+    "functorch_config",
     "grouped_mm",
     "inductor_config",
     "init_device_mesh",

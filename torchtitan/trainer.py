@@ -126,6 +126,16 @@ class Trainer(Configurable):
                     "is the compiler's work, but compile.enabled=False",
                     "set compile.enabled=True, or async_tp=False",
                 )
+            if self.activation_checkpointing.mode == "budget" and not (
+                self.compile.enabled and self.compile.backend != "eager"
+            ):
+                yield Problem(
+                    "activation_checkpointing.mode",
+                    "budget",
+                    f"is the compiler's choice, but compile.enabled={self.compile.enabled} and "
+                    f"compile.backend={self.compile.backend}",
+                    "set compile.enabled=True and backend inductor or aot_eager, or mode full or selective",
+                )
             for problem in self.schedule.check_lengths(self.training.steps):
                 yield Problem(
                     f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy

@@ -238,6 +238,7 @@ def traffic(folder, degrees, sequence_parallel, recompute, micro_batches):
             trainer.mesh,
         )
         batch = rows(2 * micro_batches, 32, config.model.vocab_size)
+        batch["labels"] = batch["tokens"]  # all count
         microbatches = to_microbatches(batch, 2, mesh)
         totals = engine.totals(microbatches)
         with TrafficRecorder() as recorder:
@@ -301,7 +302,7 @@ def cross_entropies(cases, seed):
         bounds = sorted([0, vocab, *draw.sample(range(1, vocab), world - 1)])  # uneven at will
         start, size = bounds[rank], bounds[rank + 1] - bounds[rank]
         mine = weight.detach()[start : start + size].clone().requires_grad_()
-        shard = VocabularyShard(dist.group.WORLD, start, size)
+        shard = VocabularyShard(dist.group.WORLD, start, size, vocab)
         loss = linear_cross_entropy(hidden, mine, labels, chunk_tokens=chunk, vocabulary=shard)
         dense = F.cross_entropy(
             hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum"

@@ -19,6 +19,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "download": ("torchtitan.cli.download", "fetch a model from the Hugging Face Hub"),
     "export": ("torchtitan.cli.export", "write a checkpoint as a Hugging Face folder"),
     "import": ("torchtitan.cli.import_folder", "write a Hugging Face folder as a checkpoint"),
+    "generate": (
+        "torchtitan.cli.generate",
+        "continue texts with a checkpoint or a Hugging Face model",
+    ),
+    "chat": ("torchtitan.cli.chat", "talk to a checkpoint or a Hugging Face model"),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
     "data": (
         "torchtitan.cli.data",

@@ -9,6 +9,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def trickle(text: str) -> None:
+    """Write a piece of what the user asked for, to stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def complain(text: str) -> None:
     """Write what went wrong, to stderr."""
     sys.stdout.flush()

@@ -5,9 +5,17 @@
 from dataclasses import dataclass
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.ops.collectives import all_reduce
+from torchtitan.ops.collectives import all_gather, all_reduce
+
+
+def localize(ids: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """``(...) -> 2 x (...)``: rows of a table that begins at entry ``start`` (0 where the entry is not in it), and whether it is."""
+    local = ids - start
+    here = (local >= 0) & (local < size)
+    return local.where(here, 0), here
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +26,27 @@ class VocabularyShard:
         group: the ranks that together have the vocabulary.
         start: first entry.
         size: number of entries; it may differ between ranks.
+        total: number of entries of all ranks.
     """
 
     group: dist.ProcessGroup
     start: int
     size: int
+    total: int
 
     def localize(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """``(...) -> 2 x (...)``: rows here (0 where the entry is elsewhere), and whether the entry is here."""
-        local = ids - self.start
-        here = (local >= 0) & (local < self.size)
-        return local.where(here, 0), here
+        """See `localize`."""
+        return localize(ids, self.start, self.size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add ``x`` up over the ranks: ``(...) -> (...)``."""
+        return all_reduce(x, self.group)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """``(..., V/tp) -> (..., V)``, laid end to end by rank; all ranks but the last ones have equally many entries."""
+        widest = -(-self.total // self.group.size())
+        padded = F.pad(logits, (0, widest - self.size))
+        return all_gather(padded, logits.ndim - 1, self.group)[..., : self.total]
 
     def reduce(self, log_norm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the ranks' parts of a softmax over the vocabulary: ``2 x (...) -> 2 x (...)``, in two all-reduces.

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.model import Model
 from torchtitan.ops import all_to_all, context_attention, document_attention
+from torchtitan.parallel.activation_offload import apply_activation_offload, selective_contexts
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -73,9 +74,14 @@ class ActivationCheckpointing(Configurable):
     class Config(Configurable.Config):
         """Settings of `ActivationCheckpointing`."""
 
-        mode: Literal["none", "full", "selective"] = "none"
+        mode: Literal["none", "full", "selective", "budget"] = "none"
         """`none` keeps everything; `full` keeps a block's input and computes the rest again, about a third more
-        FLOPs; `selective` also keeps the results of attention, of collectives and of every n-th matmul."""
+        FLOPs; `selective` also keeps the results of attention, of collectives and of every n-th matmul; with `budget` the
+        compiler chooses what is kept of a compiled block (`memory_budget`)."""
+        memory_budget: float = 0.5
+        """For `budget`: part of what a compiled block would keep, from 0 (its input, as `full`) to 1."""
+        offload: bool = False
+        """Let what is kept, whatever the mode, wait in host memory; on GPUs the copies run beside the computation."""
         every_n_blocks: int = 1
         """Blocks between two checkpointed ones, counted from the first: 2 leaves every second one as it is."""
         save_every_n_matmuls: int = 2
@@ -98,6 +104,16 @@ class ActivationCheckpointing(Configurable):
                     "set 1 to keep all, 2 for every second one, 0 for none",
                 )
 
+            if not 0 <= self.memory_budget <= 1:
+                yield Problem(
+                    "memory_budget", self.memory_budget, "is not a part of a whole", "set 0 to 1"
+                )
+
+        @property
+        def compiled_budget(self) -> float | None:
+            """What the compiler is told, if it chooses."""
+            return self.memory_budget if self.mode == "budget" else None
+
         def check_split_backward(self, schedule: str) -> Iterator[Problem]:
             """Yield a problem if a block cannot be recomputed twice, as pipelines do that split the backward."""
             if self.mode == "selective":
@@ -117,11 +133,12 @@ def apply_activation_checkpointing(model: Model, config: ActivationCheckpointing
     hooks of FSDP stay outside: a recomputation gathers nothing, the backward has already. All blocks share one
     subclass, so torch.compile makes one graph for all.
     """
-    if config.mode == "none":
-        return
-    save = None if config.mode == "full" else config.save_every_n_matmuls
-    for block in list(model.blocks())[:: config.every_n_blocks]:
-        block.__class__ = _checkpointed(type(block), save)
+    if config.mode in ("full", "selective"):
+        save = None if config.mode == "full" else config.save_every_n_matmuls
+        for block in list(model.blocks())[:: config.every_n_blocks]:
+            block.__class__ = _checkpointed(type(block), save)
+    if config.offload:
+        apply_activation_offload(model)
 
 
 def recomputation(block: nn.Module) -> Literal["none", "full", "selective"]:
@@ -149,7 +166,8 @@ def _contexts(
     save_every_n_matmuls: int,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of one forward and of its recomputation, each of which counts its own matmuls."""
-    return create_selective_checkpoint_contexts(_Policy(save_every_n_matmuls))
+    policy = _Policy(save_every_n_matmuls)
+    return selective_contexts(policy) or create_selective_checkpoint_contexts(policy)
 
 
 class _Policy:

@@ -1,6 +1,7 @@
 """torch.compile, one graph a block."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from torch import nn
 from torchtitan import torch_api
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.errors import ConfigError
+from torchtitan.models.layers.head import Head
 from torchtitan.models.model import Model
 
 
@@ -21,6 +23,8 @@ class Compile(Configurable):
 
         enabled: bool = False
         """Compile each block. The first step then takes seconds (CPU) to a minute longer."""
+        loss: bool = False
+        """Compile what the loss does with a chunk's logits too: fewer passes over them."""
         fullgraph: bool = True
         """Refuse a block that is not one graph, instead of running its pieces one by one."""
         backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
@@ -38,12 +42,26 @@ class Compile(Configurable):
                     f"is one of inductor's, but backend={self.backend}",
                     "set mode default, or backend inductor",
                 )
+            if self.loss and not (self.enabled and self.backend == "inductor"):
+                yield Problem(
+                    "loss",
+                    True,
+                    f"is for compiled runs, but enabled={self.enabled} and backend={self.backend}",
+                    "set enabled=True and backend inductor, or loss=False",
+                )
 
 
-def apply_compile(model: Model, config: Compile.Config) -> None:
+def apply_compile(
+    model: Model, config: Compile.Config, *, memory_budget: float | None = None
+) -> None:
     """Compile the blocks of ``model`` in place, when they are first called; names and parameters stay as they are.
 
     Before FSDP2, whose hooks so stay outside of the graphs.
+
+    Args:
+        model: one model or stage.
+        config: of the compilation.
+        memory_budget: part of its activations that a block may keep; None for what the compiler finds best.
     """
     if not config.enabled:
         return
@@ -51,22 +69,33 @@ def apply_compile(model: Model, config: Compile.Config) -> None:
     mode = None if config.mode == "default" else config.mode
     for block in model.blocks():
         block.compile(fullgraph=config.fullgraph, backend=config.backend, mode=mode)
-        _explain_failures(block, names[block])
+        _explain_failures(block, names[block], memory_budget)
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.fused = config.loss
 
 
-def _explain_failures(block: nn.Module, name: str) -> None:
-    """Let what torch.compile refuses name the block and say what to do."""
+def _explain_failures(block: nn.Module, name: str, memory_budget: float | None) -> None:
+    """Let what torch.compile refuses name the block and say what to do; compile within the budget."""
     compiled: Callable[..., Any] | None = block._compiled_call_impl
     if compiled is None:  # TORCH_COMPILE_DISABLE leaves a plain call
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            with _budget(memory_budget):
+                return compiled(*args, **kwargs)
         except (torch_api.TorchDynamoException, torch_api.FailOnRecompileLimitHit) as error:
             raise ConfigError(_explanation(name, error)) from error
 
     block._compiled_call_impl = call
+
+
+def _budget(memory_budget: float | None) -> AbstractContextManager[Any]:
+    """Where a graph is cut into forward and backward, the compiler reads the budget from its global settings."""
+    if memory_budget is None:
+        return nullcontext()
+    return torch_api.functorch_config.patch(activation_memory_budget=memory_budget)
 
 
 def _explanation(name: str, error: Exception) -> str:

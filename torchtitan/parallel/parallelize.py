@@ -101,7 +101,10 @@ def _parallelize_stage(
     apply_expert_parallel(model, mesh)
     apply_context_parallel(model, mesh.cp, mesh.context.kind)
     apply_activation_checkpointing(model, activation_checkpointing)
-    apply_compile(model, compile)  # after it: the graph holds the recomputation
+    budget = activation_checkpointing.compiled_budget
+    apply_compile(
+        model, compile, memory_budget=budget
+    )  # after it: the graph holds the recomputation
     apply_fsdp(
         model, mesh, compute_dtype=compute_dtype, reshard_after_forward=reshard_after_forward
     )

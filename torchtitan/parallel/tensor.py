@@ -211,4 +211,5 @@ def _tell_vocabulary(name: str, module: nn.Module, table: Any, tp_mesh: "DeviceM
         group=tp_mesh.get_group(),
         start=min(table.shape[0], tp_mesh.get_local_rank() * rows_per_rank),
         size=table.to_local().shape[0],
+        total=table.shape[0],
     )

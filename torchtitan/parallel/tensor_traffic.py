@@ -100,10 +100,13 @@ def _stream(what: str, seams: _Seams, part: Model, mesh: Mesh, step: Step) -> It
 
 
 def _loss(edges: list[tuple[nn.Module, Cut]], mesh: Mesh, step: Step) -> Iterator[Traffic]:
+    """The softmax over the vocabulary, if every label counts; ignored ones are dropped before it."""
     tokens = step.micro_batch_rows * step.seq_len // mesh.degrees.cp
     for module, _ in edges:
         if isinstance(module, Head):
-            calls = 2 * step.micro_batches * -(-tokens // module.chunk_tokens)
+            by_tokens = module.config.weight_gradient != "by_vocabulary"
+            chunks = -(-tokens // module.chunk_tokens) if by_tokens else 1
+            calls = 2 * step.micro_batches * chunks
             payload = step.micro_batches * tokens * _FLOATS_PER_TOKEN * 4
             yield Traffic("tp", mesh.tp.size(), "all_reduce", "softmax of the loss", calls, payload)
 

@@ -1,0 +1,90 @@
+"""Models of transformers and checkpoints of ours, asked for text by name."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.families import KINDS, rows, theirs
+from tests.tiny import running, tiny
+from torchtitan.cli.main import main
+from torchtitan.data.tokenizer import BUNDLED, Tokenizer
+from torchtitan.errors import ConfigError
+from torchtitan.generation.generator import Generator
+from torchtitan.generation.sampling import Sampling
+from torchtitan.generation.source import open_source
+
+CPU = torch.device("cpu")
+
+
+class NoText:
+    def decode(self, ids):
+        return ""
+
+
+@pytest.mark.filterwarnings("ignore")  # those of transformers
+@pytest.mark.parametrize("kind", [k for k in KINDS if "moe" not in k])
+def test_greedy_tokens_are_those_of_transformers(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    reference = theirs(kind)
+    reference.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    reference.save_pretrained(tmp_path)
+    shutil.copy(BUNDLED, tmp_path / "tokenizer.json")
+    source = open_source(str(tmp_path), device=CPU, tokenizer=Tokenizer.Config())
+    prompts = [rows(1, n, seed=n)[0].tolist() for n in (7, 3, 11)]
+    found = Generator(source.model, NoText()).generate(
+        prompts, Sampling.Config(temperature=0), max_new_tokens=16
+    )
+    for prompt, completion in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            want = reference.generate(
+                input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=16
+            )
+        assert completion.ids == want[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    config = tiny(folder, steps=1)
+    with running(config) as trainer:
+        trainer.train()
+    return folder
+
+
+def test_a_checkpoint_is_asked_by_its_runs_folder(run_folder, capsys):
+    source = open_source(str(run_folder), device=CPU)
+    ids = source.encode("def main")
+    want = Generator(source.model, source.tokenizer).generate(
+        [ids], Sampling.Config(temperature=0), max_new_tokens=5, stop_ids=source.stop_ids
+    )
+    common = [str(run_folder), "--temperature", "0", "--max-new-tokens", "5"]
+    assert main(["generate", *common, "--prompt", "def main"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == want[0].text.rstrip("\n")
+    assert main(["generate", *common, "--prompt", "def main", "--prompt", "x = 1"]) == 0
+    assert f"[1] {want[0].text}" in capsys.readouterr().out
+
+
+def test_a_conversation_ends_with_the_input(run_folder, capsys, monkeypatch):
+    answers = iter(["hello", "/new", "again"])
+
+    def ask(prompt):
+        try:
+            return next(answers)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", ask)
+    arguments = ["--max-new-tokens", "3", "--chat-template", "chatml", "--tokenizer", str(BUNDLED)]
+    assert main(["chat", str(run_folder), *arguments]) == 0
+    assert capsys.readouterr().out.count("\n") >= 3
+
+
+def test_what_cannot_be_asked_is_named(run_folder, tmp_path, capsys):
+    assert main(["generate", str(run_folder), "--temperature", "-1", "--prompt", "x"]) == 2
+    assert "temperature=-1.0: is negative; set 0 for greedy" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "nothing"), "--prompt", "x"]) == 4
+    source = open_source(str(run_folder), device=CPU)
+    source.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template; name one with --chat-template"):
+        source.encode_chat([{"role": "user", "content": "x"}])

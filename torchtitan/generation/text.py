@@ -1,0 +1,65 @@
+"""From tokens to text as they come: never half a character, and never the beginning of a stop string."""
+
+from collections.abc import Callable, Sequence
+
+_CUT = "\ufffd"  # what bytes decode to that are no character, or not yet
+_MOST_MISSING = 3  # bytes of a character that is not complete
+
+
+class TextStream:
+    """The text of one row.
+
+    Args:
+        decode: token ids to text.
+        stop_strings: the text ends before the first of them.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str] = ()
+    ) -> None:
+        self.stopped = False
+        """Whether a stop string came."""
+        self._decode = decode
+        self._stops = [stop for stop in stop_strings if stop]
+        self._ids: list[int] = []
+        self._context = self._read = 0  # ids from which to decode, and those whose text is out
+        self._shown = 0  # characters that are out of the text of the others
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; returns the text that is certain now."""
+        self._ids.append(token_id)
+        return self._release(self._new_text(final=False), final=False)
+
+    def finish(self) -> str:
+        """No token comes any more; returns the rest."""
+        return self._release(self._new_text(final=True), final=True)
+
+    def _new_text(self, *, final: bool) -> str:
+        # Some tokenizers decode a token by those before it (a leading space): decode with the piece before, and take the difference.
+        before = self._decode(self._ids[self._context : self._read])
+        text = self._decode(self._ids[self._context :])[len(before) :]
+        cut = len(text) - len(text.rstrip(_CUT))
+        sure = text if final else text[: len(text) - min(cut, _MOST_MISSING)]
+        new, self._shown = sure[self._shown :], len(sure)
+        if len(sure) == len(text):
+            self._context, self._read, self._shown = self._read, len(self._ids), 0
+        return new
+
+    def _release(self, new: str, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
