@@ -178,7 +178,7 @@ class Trainer(Configurable):
                 rank=rank,
                 world_size=world_size,
                 mesh=self.parallelism,
-                cut_model=lambda mesh: _cut_model(self, mesh, dtype, meta=True),
+                cut_model=lambda mesh: cut_model(self, mesh, dtype, meta=True),
                 build_optimizer=lambda model: self.optimizer.build(
                     model.named_parameters(), model.names_elsewhere()
                 ),
@@ -352,7 +352,7 @@ class Trainer(Configurable):
     def _build_policy(self) -> Trainable:
         config = self.config
         dtype = Training.compute_dtype(config.training, self.device)
-        model = _cut_model(config, self.mesh, dtype)
+        model = cut_model(config, self.mesh, dtype)
         objective = config.objective.build()
         return Trainable(
             model=model,
@@ -443,7 +443,7 @@ class Trainer(Configurable):
             raise
 
 
-def _cut_model(
+def cut_model(
     config: Trainer.Config, mesh: Mesh, dtype: torch.dtype, *, meta: bool = False
 ) -> Model:
     """The model of a run, cut over ``mesh``; see `parallelize`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,20 @@ class Optimizer(Configurable):
             Args:
                 named_parameters: those of this rank.
                 other_names: parameters that are on other ranks alone (pipeline stages).
+            """
+            raise TypeError(f"{type(self).__qualname__} is a base; choose AdamW.Config")
+
+        @property
+        def steps_in_backward(self) -> bool:
+            """Whether each gradient is used and freed in the backward, so that they do not pile up."""
+            return False
+
+        def state_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+            """Bytes of state of a parameter; for the planner.
+
+            Args:
+                shape: of the rank's part of it.
+                itemsize: bytes of one of its elements.
             """
             raise TypeError(f"{type(self).__qualname__} is a base; choose AdamW.Config")
 
@@ -115,6 +130,10 @@ class AdamW(Optimizer):
         ) -> "AdamW":
             """Make the optimizer; see `Optimizer.Config.build`."""
             return AdamW(self, named_parameters, other_names)
+
+        def state_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+            """Two running means in the parameter's type, and the step in float32."""
+            return 2 * prod(shape) * itemsize + 4
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.init import Initializer
 from torchtitan.models.layers.plan import VOCABULARY_OUT, Cut
+from torchtitan.models.layers.tape import Place
 from torchtitan.ops.linear_cross_entropy import linear_cross_entropy
 from torchtitan.ops.vocabulary import VocabularyShard
 
@@ -57,6 +58,22 @@ class Head(nn.Module, Configurable):
             chunk_tokens=self.chunk_tokens,
             vocabulary=self.vocabulary,
         )
+
+    def loss_bytes(self, place: Place) -> tuple[int, int]:
+        """Most bytes that the fused loss adds in its forward, and in its backward, with all tokens counted.
+
+        The forward has a chunk's logits and the gradients so far: of the weight in float32, which the next chunk's is
+        added to. The backward scales both gradients into the type of their tensors.
+        """
+        n_entries, dim = self.weight.shape
+        n_entries, b = -(-n_entries // place.tp), place.itemsize
+        weight = n_entries * dim
+        chunk = min(self.chunk_tokens, place.tokens) * n_entries
+        states = place.tokens * dim * b
+        if b == 4:
+            return 4 * weight + states + 4 * chunk, 2 * 4 * weight + 2 * states
+        logits, part = (4 + b) * chunk, b * (chunk + weight)  # its float32 copy; its gradient
+        return (4 * weight + states + max(logits, 4 * chunk + part)), (8 + b) * weight + 2 * states
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has a part of the vocabulary, and computes its logits only."""
