@@ -84,8 +84,10 @@ def make_codec(dtype: "StateDtype", *, signed: bool, device: torch.device) -> Co
 
 
 def dynamic_map(*, exponents: int, signed: bool) -> Tensor:
-    """Numbers in [-1, 1], ascending, that are the denser the nearer to 0: zero, one, and for each power of ten the
-    middles of equal intervals, twice as many of them as for the power below.
+    """Numbers in [-1, 1], ascending, the denser the nearer to 0.
+
+    They are zero, one, and for each power of ten the middles of equal intervals, twice as many of them as for the
+    power below.
 
     Args:
         exponents: powers of ten, from 10^0 down.

@@ -19,7 +19,6 @@ from torchtitan.optim.state import (
     State,
     StateDtype,
     block_of,
-    local_of,
     make_state,
     matrix_of,
     misfit,
@@ -68,11 +67,9 @@ class Slot:
     def direct(self) -> bool:
         """Whether a kernel can work on parameter, gradient and state where they lie."""
         grad = self.parameter.grad
-        wide = self.parameter.dtype == torch.float32 and grad is not None
-        return (
-            wide
-            and grad.dtype == torch.float32
-            and all(isinstance(state, Plain) and state.in_place for state in self.states.values())
+        types = {self.parameter.dtype, None if grad is None else grad.dtype}
+        return types == {torch.float32} and all(
+            isinstance(state, Plain) and state.in_place for state in self.states.values()
         )
 
     def chunks(self) -> Iterator[slice]:
