@@ -124,7 +124,11 @@ def block_costs(run: Setup, stage: Stage) -> list[Cost]:
             tape = Tape(run.place)
             x = tape.stream(dim)
             found[key] = tape.cost(
-                x, block.record(tape, x), mode, recompute.save_every_n_matmuls
+                x,
+                block.record(tape, x),
+                mode,
+                recompute.save_every_n_matmuls,
+                frees_gradients=run.in_backward and not run.sharded,
             )
         costs.append(found[key])
     return costs
@@ -195,17 +199,16 @@ class _Walk:
             yield self._moment(
                 "backward", when, gradients, kept + cost.backward, 0, gathered, prefetched + held_back
             )
-            after = self._reduction(unit) + self._shard_reduction(unit)
-            weights = cost.weights if self.run.sharded else 0
-            yield self._moment(
-                "backward",
-                f"the reduction of block {i}",
-                gradients,
-                kept + weights + cost.stream,
-                0,
-                gathered - (self._whole(unit) if self.run.sharded else 0),
-                prefetched + after,
-            )
+            if self.run.sharded:
+                yield self._moment(
+                    "backward",
+                    f"the reduction of block {i}",
+                    gradients,
+                    kept + cost.stream,
+                    0,
+                    gathered - self._whole(unit),
+                    prefetched + self._reducing(unit),
+                )
             done.append(unit)
 
     def end(self) -> Iterator[Moment]:
@@ -237,17 +240,13 @@ class _Walk:
                 whole,
                 self._reduction(stage.blocks[0]) if stage.blocks else 0,
             )
-        yield self._moment(
-            "update",
-            "the last reduction",
-            gradients,
-            self.b * embedding.gathered if run.sharded else 0,
-            0,
-            0 if "embedding" in stage.edges else whole,
-            self._reduction(embedding) + self._shard_reduction(embedding),
-        )
+        if run.sharded:
+            yield self._moment(
+                "update", "the last reduction", gradients, 0, 0, 0, self._reducing(embedding)
+            )
         everything = 0 if run.in_backward else self._gradients(run.units)
-        yield self._moment("update", "the optimizer's step", everything, 0, 0, 0, 0)
+        update = 0 if run.in_backward else max(unit.update for unit in run.units)
+        yield self._moment("update", "the optimizer's step", everything, 0, 0, 0, update)
 
     def _moment(
         self,
@@ -297,10 +296,16 @@ class _Walk:
         """Bytes of the flat buffer of a unit's gradients, whole."""
         return self.run.reduce_itemsize * unit.gathered if self.run.sharded else 0
 
-    def _shard_reduction(self, unit: Unit) -> int:
-        """Bytes of what the reduction yields, until it is in the parameter's type."""
+    def _reducing(self, unit: Unit) -> int:
+        """Most bytes while a unit's gradients are reduced: copied in, reduced, then in the parameter's type and used up."""
         run = self.run
-        return run.reduce_itemsize * unit.shard if run.sharded else 0
+        whole, shard = self._reduction(unit), run.reduce_itemsize * unit.shard
+        copied_in = whole + (self.b * unit.gathered if run.micro_batches == 1 else 0)
+        reduced = whole + shard + (whole if unit.gathered == unit.shard else 0)
+        cast = run.param_itemsize * unit.shard if run.param_itemsize != run.reduce_itemsize else 0
+        own = cast or shard
+        stored = max(shard + cast, own + unit.update if run.in_backward else 0)
+        return max(copied_in, reduced, whole + stored)
 
     def _gathered_after_forward(self, stage: Stage) -> int:
         """Bytes of gathered parameters between forward and backward: of the last block and the rest, or of all."""
@@ -323,8 +328,8 @@ class _Walk:
         return self.run.param_itemsize * sum(unit.trainable for unit in units)
 
     def _reduced(self, done: Sequence[Unit]) -> int:
-        """Gradients of the units that have gone back, as shards; with the optimizer in the backward, the last one's."""
-        return self._gradients(done[-1:] if self.run.in_backward else done)
+        """Gradients of the units that have gone back, as shards; none with the optimizer in the backward."""
+        return 0 if self.run.in_backward else self._gradients(done)
 
     def _accumulated(self) -> int:
         """Gradients of the micro-batches before, which FSDP keeps whole, in float32, until the last one is reduced."""

@@ -9,7 +9,6 @@ from torch import nn
 
 from torchtitan.models.layers.tape import Place
 from torchtitan.models.model import Model
-from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.pipeline import Pipeline
@@ -27,12 +26,14 @@ class Unit:
         shard: elements that the rank keeps.
         trainable: elements of the shard that have a gradient.
         optimizer: bytes of optimizer state.
+        update: bytes that the update of its largest parameter needs at once besides.
     """
 
     gathered: int
     shard: int
     trainable: int
     optimizer: int
+    update: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +115,19 @@ def setup(config: Trainer.Config, world_size: int, *, gpu: bool = True, packed: 
         ep=degrees.ep,
         sequence_shards=degrees.sequence_shards,
     )
-    param_itemsize = 4
-    sharded = world_size > 1 or dtype != torch.float32
-    with torch.device("meta"):
-        model = config.model.build()
-    cut = _Cut(degrees, param_itemsize, config.optimizer)
+    kept = getattr(torch, training.parameter_dtype)
+    cut = _Cut(degrees, kept, config)
     return Setup(
         place=place,
         degrees=degrees,
-        stages=_stages(config, model, cut, pp_rank, rows // micro_rows),
+        stages=_stages(config, cut, pp_rank, rows // micro_rows),
         micro_batches=rows // micro_rows,
-        param_itemsize=param_itemsize,
+        param_itemsize=kept.itemsize,
         reduce_itemsize=4,
-        sharded=sharded,
+        sharded=world_size > 1 or {dtype, kept} != {torch.float32},
         reshard=mesh.reshard_after_forward,
         recompute=config.activation_checkpointing,
-        in_backward=config.optimizer.steps_in_backward,
+        in_backward=config.optimizer.in_backward,
     )
 
 
@@ -138,8 +136,13 @@ class _Cut:
     """How parameters become shards."""
 
     degrees: Degrees
-    itemsize: int
-    optimizer: Optimizer.Config
+    dtype: torch.dtype
+    config: Trainer.Config
+
+    def build(self) -> Model:
+        """The whole model on the meta device, in the parameters' type."""
+        with torch.device("meta"):
+            return self.config.model.build().to(self.dtype)
 
     def units(self, model: Model) -> tuple[list[Unit], dict[str, Unit], Unit]:
         """Blocks, edges and the rest of a model or stage."""
@@ -180,7 +183,8 @@ class _Cut:
         parameters: Sequence[nn.Parameter],
         local: Mapping[nn.Parameter, tuple[list[int], int]],
     ) -> Unit:
-        gathered = shard = trainable = optimizer = 0
+        gathered = shard = trainable = state = update = 0
+        optimizer = self.config.optimizer
         for parameter in parameters:
             shape, ranks = local[parameter]
             rows = -(-shape[0] // ranks)
@@ -191,22 +195,23 @@ class _Cut:
             shard += prod(part)
             if parameter.requires_grad:
                 trainable += prod(part)
-                optimizer += self.optimizer.state_bytes(part, self.itemsize)
-        return Unit(gathered, shard, trainable, optimizer)
+                state += optimizer.state_bytes(parameter, prod(part))
+                update = max(update, optimizer.update_bytes(parameter, prod(part)))
+        return Unit(gathered, shard, trainable, state, update)
 
 
 def _stages(
-    config: Trainer.Config, model: Model, cut: _Cut, pp_rank: int, micro_batches: int
+    config: Trainer.Config, cut: _Cut, pp_rank: int, micro_batches: int
 ) -> list[Stage]:
     """The stages of a rank."""
     pp = cut.degrees.pp
     if pp == 1:
+        model = cut.build()
         return [Stage(model, *cut.units(model), in_flight=1)]
     pipeline = config.parallelism.pipeline.build(pp=pp, n_blocks=config.model.n_blocks)
     stages: list[Stage] = []
     for number in pipeline.stages_of(pp_rank):
-        with torch.device("meta"):
-            part = config.model.build()
+        part = cut.build()
         part.keep(pipeline.blocks[number], number == 0, number == pipeline.n_stages - 1)
         kept = _in_flight(pipeline, pp, pp_rank, number, micro_batches)
         stages.append(Stage(part, *cut.units(part), in_flight=kept))

@@ -16,7 +16,8 @@ from torchtitan.planner.tracker import MemoryTracker
 from torchtitan.trainer import Trainer, cut_model
 from torchtitan.training.engine import Engine
 from torchtitan.training.settings import Training
-from torchtitan.optim.clipping import clip_gradients, global_grad_norm
+from torchtitan.optim.clipping import Clip
+from torchtitan.optim.updates import make_updates
 
 
 def track(config: Trainer.Config, world_size: int) -> MemoryTracker:
@@ -31,6 +32,8 @@ def track(config: Trainer.Config, world_size: int) -> MemoryTracker:
             materialise(model, mesh.device)
             optimizer = config.optimizer.build(model.named_parameters(), [])
             engine = Engine(model, objective, mesh)
+            clip = Clip(config.training.max_grad_norm, config.training.clip_by)
+            updates = make_updates(optimizer, clip, in_backward=config.optimizer.in_backward)
             def batches():
                 out = []
                 for _ in range(rows // micro):
@@ -43,10 +46,10 @@ def track(config: Trainer.Config, world_size: int) -> MemoryTracker:
                 handles = mark(model, phase) if tracker else []
                 mb = batches()
                 totals = engine.totals(mb)
+                updates.begin(torch.zeros(()))
                 engine.forward_backward(mb, totals)
-                norm = global_grad_norm(model.parameters())
-                clip_gradients(model.parameters(), norm, 1.0)
-                optimizer.step(torch.zeros(()))
+                updates.clip()
+                updates.finish(torch.zeros(()))
                 optimizer.zero_grad()
                 for h in handles: h.remove()
             step()

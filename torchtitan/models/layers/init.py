@@ -87,7 +87,7 @@ def fill(parameter: Tensor, name: str, initializer: Initializer, seed: int) -> N
     if initializer.std == 0:
         local.fill_(initializer.mean)
         return
-    indices = _held_indices(parameter)
+    indices = held_indices(parameter)
     row_shape = parameter.shape[1:]
     for block, start, rows, picked in _blocks(parameter.shape, indices[0]):
         generator = torch.Generator(local.device).manual_seed(_block_seed(seed, name, block))
@@ -110,7 +110,7 @@ def _blocks(shape: torch.Size, held_rows: Tensor) -> Iterator[tuple[int, int, in
         yield block, start, rows, (block_of_row == block).nonzero().squeeze(1)
 
 
-def _held_indices(parameter: Tensor) -> list[Tensor]:
+def held_indices(parameter: Tensor) -> list[Tensor]:
     """For each dimension, the global indices that this rank holds, in local order.
 
     Found by sharding an index vector in the same way, so every kind of placement is right, strided shards too.

@@ -189,7 +189,7 @@ class Tape:
         return out
 
     def cost(
-        self, x: Value, out: Value, recompute: str = "none", every_n_matmuls: int = 2
+        self, x: Value, out: Value, recompute: str = "none", every_n_matmuls: int = 2, *, frees_gradients: bool = False
     ) -> Cost:
         """What a block costs that makes ``out`` of ``x`` by the recorded operations.
 
@@ -198,10 +198,11 @@ class Tape:
             out: its output.
             recompute: ``none``, ``full`` or ``selective``, as of `ActivationCheckpointing`.
             every_n_matmuls: for ``selective``.
+            frees_gradients: parameters' gradients are used up as they come.
         """
         saved = {value for op in self.ops for value in op.saves}
         kept = sum(value.nbytes for value in saved) + sum(op.keeps for op in self.ops)
-        backward = self._backward(out, saved, kept)
+        backward = self._backward(out, saved, kept, frees_gradients)
         if recompute == "full":
             kept = x.nbytes
         elif recompute == "selective":
@@ -236,7 +237,7 @@ class Tape:
                     live -= value.nbytes
         return peak
 
-    def _backward(self, out: Value, saved: set[Value], kept: int) -> int:
+    def _backward(self, out: Value, saved: set[Value], kept: int, frees_gradients: bool) -> int:
         """Most bytes at once in the backward; it starts with ``kept`` and the gradient of ``out``."""
         users = Counter(value for op in self.ops for value in op.saves)
         gradients: dict[Value, Value] = {out: out}  # value -> whose buffer its gradient is in
@@ -253,7 +254,7 @@ class Tape:
             added = sum(value.nbytes for value in op.inputs)
             sums = sum(value.nbytes for value in op.inputs if value in gradients)
             peak = max(peak, live + added + sums + op.backward_scratch)
-            live += added - sums - op.keeps
+            live += added - sums - op.keeps - frees_gradients * op.weights
             for value in op.inputs:
                 gradients[value] = value
             if buffer not in gradients.values():
