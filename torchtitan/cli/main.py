@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "torchtitan.train",
         "train a recipe: --module M --config C [--section.field value ...]",
     ),
+    "plan": (
+        "torchtitan.cli.plan",
+        "memory, work and least time of a run, before it is started: train's options, --device D, --verify",
+    ),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
 }
 """Name -> the module whose ``main(arguments) -> exit code`` runs it, and what it does. Imported when it is run."""

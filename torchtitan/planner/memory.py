@@ -194,7 +194,7 @@ class _Walk:
             gathered = self._gathered_in_backward(stage, i)
             prefetched = self._buffer(before) if before and self._frees(stage) else 0
             held_back = self._reduction(done[-1]) if done else 0
-            gradients = self._reduced(done) + self._accumulated()
+            gradients = self._reduced(done) + self._accumulated(done)
             when = f"the backward of block {i}"
             yield self._moment(
                 "backward", when, gradients, kept + cost.backward, 0, gathered, prefetched + held_back
@@ -216,7 +216,7 @@ class _Walk:
         stage, run = self.last, self.run
         embedding = stage.edges.get("embedding", stage.rest)
         done = [*stage.blocks, *(u for n, u in stage.edges.items() if n != "embedding")]
-        gradients = self._reduced(done) + self._accumulated()
+        gradients = self._reduced(done) + self._accumulated(done)
         stream = self.costs[-1][0].stream if self.costs[-1] else 0
         whole = self._whole(embedding)
         if "embedding" in stage.edges:
@@ -331,9 +331,10 @@ class _Walk:
         """Gradients of the units that have gone back, as shards; none with the optimizer in the backward."""
         return 0 if self.run.in_backward else self._gradients(done)
 
-    def _accumulated(self) -> int:
-        """Gradients of the micro-batches before, which FSDP keeps whole, in float32, until the last one is reduced."""
+    def _accumulated(self, done: Sequence[Unit] = ()) -> int:
+        """Gradients of the micro-batches before, which FSDP keeps whole, in float32, until the last one's are reduced."""
         run = self.run
         if run.micro_batches == 1 or not run.sharded:
             return 0
-        return run.reduce_itemsize * sum(unit.gathered for unit in run.units)
+        units = sum(unit.gathered for unit in run.units) - sum(unit.gathered for unit in done)
+        return run.reduce_itemsize * units
