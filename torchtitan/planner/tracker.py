@@ -103,8 +103,8 @@ class MemoryTracker(TorchDispatchMode):
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.live)
 
 
-class AllLabelsCount(TorchDispatchMode):
-    """On fake tensors, answers what depends on values as if every label counted: ``nonzero`` of a mask finds all places."""
+class WithoutValues(TorchDispatchMode):
+    """On fake tensors, answers what would need their values: every label counts, and every number that is read is 1."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -113,4 +113,6 @@ class AllLabelsCount(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default:
             (mask,) = args
             return mask.new_empty((mask.numel(), mask.ndim), dtype=torch.int64)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ from torchtitan.optim.updates import make_updates
 from torchtitan.parallel.parallelize import materialise
 from torchtitan.planner.devices import GIB
 from torchtitan.planner.memory import plan_memory
-from torchtitan.planner.tracker import AllLabelsCount, MemoryTracker
+from torchtitan.planner.tracker import WithoutValues, MemoryTracker
 from torchtitan.trainer import Trainer, cut_model
 from torchtitan.training.engine import Engine
 from torchtitan.training.settings import Training
@@ -136,7 +136,7 @@ def track(config: Trainer.Config, world_size: int) -> dict[str, int]:
         rows = training.global_batch_rows // mesh.dp_world_size
         micro_rows = training.micro_batch_rows or rows
         shape = micro_rows, training.seq_len // mesh.degrees.cp
-        with torch_api.FakeTensorMode(allow_non_fake_inputs=True), AllLabelsCount():
+        with torch_api.FakeTensorMode(allow_non_fake_inputs=True), WithoutValues():
             materialise(model, mesh.device)
             step = _Step(config, model, Engine(model, config.objective.build(), mesh))
             step.run(rows // micro_rows, shape)  # DTensor's first dispatches make tensors of global shape

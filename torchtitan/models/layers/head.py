@@ -62,18 +62,21 @@ class Head(nn.Module, Configurable):
     def loss_bytes(self, place: Place) -> tuple[int, int]:
         """Most bytes that the fused loss adds in its forward, and in its backward, with all tokens counted.
 
-        The forward has a chunk's logits and the gradients so far: of the weight in float32, which the next chunk's is
-        added to. The backward scales both gradients into the type of their tensors.
+        The forward has the gradients so far and a chunk's logits, while those of the chunk before are still there. The
+        backward scales both gradients into the type of their tensors.
         """
         n_entries, dim = self.weight.shape
         n_entries, b = -(-n_entries // place.tp), place.itemsize
-        weight = n_entries * dim
+        weight, states = n_entries * dim, place.tokens * dim * b
         chunk = min(self.chunk_tokens, place.tokens) * n_entries
-        states = place.tokens * dim * b
+        logits = (4 if b == 4 else 4 + b) * chunk
+        before = logits if place.tokens > self.chunk_tokens else 0
+        gradients = 4 * weight + states
         if b == 4:
-            return 4 * weight + states + 4 * chunk, 2 * 4 * weight + 2 * states
-        logits, part = (4 + b) * chunk, b * (chunk + weight)  # its float32 copy; its gradient
-        return (4 * weight + states + max(logits, 4 * chunk + part)), (8 + b) * weight + 2 * states
+            return gradients + before + logits, gradients + 4 * weight + states
+        # Then the weight's part of a chunk, in the type of the matmul.
+        forward = max(before + logits, logits + b * weight)
+        return gradients + forward, gradients + (4 + b) * weight + states
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has a part of the vocabulary, and computes its logits only."""
