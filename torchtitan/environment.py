@@ -15,6 +15,7 @@ VARIABLES: dict[str, str] = {
     "RDZV_ENDPOINT, RDZV_ID, RDZV_BACKEND": "instead of these: a rendezvous, as torchrun takes it",
     "OMP_NUM_THREADS": "CPU threads of each rank (default: the cores, shared evenly)",
     "TORCHTITAN_GRACE_S": "seconds that ranks get to save after SIGTERM or Ctrl-C (default 600)",
+    "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT": "store, login, no network, another hub: as huggingface_hub reads them",
     "NO_COLOR": "set: no colours and no progress bar",
 }
 """Variables that a user may set -> meaning, as ``torchtitan --help`` lists them."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchtitan.batch import Batch
 from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint.initial import check_initial
 from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
@@ -130,6 +131,17 @@ class Trainer(Configurable):
                 yield Problem(
                     f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy
                 )
+
+            if self.checkpoint.initial_load:
+                for problem in check_initial(self.checkpoint.initial_load, self.model):
+                    yield Problem(
+                        "checkpoint.initial_load", problem.value, problem.reason, problem.remedy
+                    )
+            if self.checkpoint.export:
+                for problem in self.checkpoint.export.check_model(self.model):
+                    yield Problem(
+                        "checkpoint.export", problem.value, problem.reason, problem.remedy
+                    )
 
         def check_world(self, world_size: int) -> Iterator[Problem]:
             """Rules that need the number of ranks."""
@@ -316,6 +328,9 @@ class Trainer(Configurable):
                     f"{self.checkpointer.latest()}; run the same command again to go on"
                 )
             self.checkpointer.wait()
+        self.checkpointer.export(
+            self.config.model, self.models["policy"].model, self.config.tokenizer.path
+        )
         log.info(
             "done: %d of %d steps; the run is in %s",
             self.step,
@@ -447,6 +462,8 @@ class Trainer(Configurable):
             self.step = state["step"]
             set_rng_state(generators, self.device)  # last: nothing may draw in between
             log.info("resumed from %s at step %d", path, self.step)
+        else:
+            self.checkpointer.load_initial(self.config.model, self.models["policy"].model)
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(self.saved_config, indent=2)

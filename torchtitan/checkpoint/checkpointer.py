@@ -17,12 +17,15 @@ from torch import Tensor
 from torchtitan.checkpoint.agreement import Agreement
 from torchtitan.checkpoint.files import HashedFiles
 from torchtitan.checkpoint.folder import CheckpointFolder
+from torchtitan.checkpoint.hugging_face.component import HuggingFaceExport
+from torchtitan.checkpoint.initial import load_initial
 from torchtitan.checkpoint.loading import Match, find_damage, match_tensors
 from torchtitan.checkpoint.manifest import MANIFEST, STATE, DamagedError, Manifest, read_manifest
 from torchtitan.checkpoint.matching import is_rank_name, rank_name
 from torchtitan.checkpoint.storage import read_tensors, stage, write_tensors
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.errors import CheckpointError, TorchtitanError
+from torchtitan.models.model import Model
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ class Checkpointer(Configurable):
                 "keep_every_n_steps",
                 "async_save",
                 "resume",
+                "initial_load",
+                "export",
                 "allow_changes",
                 "verify_hashes",
             }
@@ -61,6 +66,11 @@ class Checkpointer(Configurable):
         resume: str = "latest"
         """Where to start: `latest` (the newest complete checkpoint of this run's folder, if there is one),
         `never`, or the path of a checkpoint folder."""
+        initial_load: str = ""
+        """Weights that a fresh run starts from: a Hugging Face folder, a model of the hub (`org/name`), a checkpoint or the
+        folder of another run; empty for random ones. A run that resumes does not read them."""
+        export: HuggingFaceExport.Config | None = None
+        """Write a Hugging Face folder at the end of the run; None for none."""
         allow_changes: tuple[str, ...] = ()
         """Dotted paths of settings that may differ from those of the checkpoint although they change what is
         computed, for example `optimizer.lr`."""
@@ -233,6 +243,25 @@ class Checkpointer(Configurable):
             ),
         )
         self._ranks.each(what, lambda: read_tensors(path, matched[0].metadata, matched[0].targets))
+
+    def load_initial(self, config: Model.Config, model: Model) -> None:
+        """Fill a fresh run's ``model`` with ``initial_load``, if it is set. Collective.
+
+        Raises:
+            CheckpointError: if the weights cannot be had, or do not fit.
+        """
+        if self.config.initial_load:
+            load_initial(self.config.initial_load, config, model, self._ranks)
+
+    def export(self, config: Model.Config, model: Model, tokenizer: str | None) -> None:
+        """Write a Hugging Face folder into the run's folder, if ``export`` is set; ``model`` stays as it is. Collective.
+
+        Raises:
+            CheckpointError: if it cannot be written, or is not what was to be written.
+        """
+        if self.config.export is not None:
+            exporter = self.config.export.build(folder=self.folder.path.parent)
+            exporter.export(config, model, tokenizer, self.config.initial_load, self._ranks)
 
     def _names_everywhere(self, what: str, tensors: dict[str, Tensor]) -> set[str]:
         """The names of all ranks' tensors; each set of names that several ranks have travels once."""

@@ -20,6 +20,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "torchtitan.cli.plan",
         "memory, work and least time of a run, before it is started: train's options, --device D, --verify",
     ),
+    "download": ("torchtitan.cli.download", "fetch a model from the Hugging Face Hub"),
+    "export": ("torchtitan.cli.export", "write a checkpoint as a Hugging Face folder"),
+    "import": ("torchtitan.cli.import_folder", "write a Hugging Face folder as a checkpoint"),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
 }
 """Name -> the module whose ``main(arguments) -> exit code`` runs it, and what it does. Imported when it is run."""

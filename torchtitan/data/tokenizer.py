@@ -19,8 +19,8 @@ BUNDLED = Path(__file__).parent / "assets" / "tokenizer.json"
 """Byte-level BPE with 4096 entries, made by ``scripts/train_tokenizer.py``."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
-_KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
+KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+KNOWN_EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
 _SLICE_CHARACTERS = 1 << 18  # one slice at a time takes 60 MB; a 10 MB text in one go takes 1.4 GB
 _SAFE_CUT = re.compile(
     r"\n(?=\S)|\S(?=[ ]\S)"
@@ -84,12 +84,12 @@ class Tokenizer(Configurable):
         self.vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocab.values()) + 1
         """Number of ids, with the unused ones below the largest."""
-        self.bos_id = self._special("bos", config.bos_token, settings, _KNOWN_BOS)
-        eos_id = self._special("eos", config.eos_token, settings, _KNOWN_EOS)
+        self.bos_id = self._special("bos", config.bos_token, settings, KNOWN_BOS)
+        eos_id = self._special("eos", config.eos_token, settings, KNOWN_EOS)
         if eos_id is None:
             raise ConfigError(
                 f"the tokenizer {config.path!r} names no end-of-document token (no eos_token in "
-                f"tokenizer_config.json, none of {', '.join(_KNOWN_EOS)} in its vocabulary of {self.vocab_size}); "
+                f"tokenizer_config.json, none of {', '.join(KNOWN_EOS)} in its vocabulary of {self.vocab_size}); "
                 "set tokenizer.eos_token to the token that ends a document"
             )
         self.eos_id = eos_id

@@ -34,6 +34,8 @@ class Decoder(Model):
     class Config(Model.Config):
         """Settings of `Decoder`."""
 
+        OPERATIONAL = frozenset({"hf_model_type", "context_length"})
+
         dim: int
         """Width of the residual stream."""
         n_layers: int
@@ -54,6 +56,10 @@ class Decoder(Model):
         """Output head."""
         tied: bool = False
         """Use the embedding's weight as the head's."""
+        hf_model_type: str = ""
+        """`model_type` under which weights are exchanged with Hugging Face folders; empty for none."""
+        context_length: int | None = None
+        """Tokens that the model is made for, as told to users of an exported folder; None for unknown."""
         init_std: float = 0.02
         """Standard deviation of the weights at the start; projections into the residual stream get
         init_std / sqrt(2 * n_layers), the head at most 1 / sqrt(dim)."""

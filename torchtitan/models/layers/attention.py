@@ -122,6 +122,8 @@ class GQA(nn.Module, Configurable):
         """Key/value heads; None means one per query head (multi-head attention)."""
         head_dim: int | None = None
         """Features of a head, even; None means dim / n_heads."""
+        qkv_bias: bool = False
+        """Learned biases on queries, keys and values."""
         window: int | None = None
         """Keys that a query sees, itself included; None for all."""
         qk_norm: RMSNorm.Config | None = None
@@ -188,9 +190,9 @@ class GQA(nn.Module, Configurable):
         self.window = config.window
         q_dim = config.n_heads * self.head_dim
         kv_dim = (config.n_kv_heads or config.n_heads) * self.head_dim
-        self.q_proj = Linear(dim, q_dim, init_std=init_std)
-        self.k_proj = Linear(dim, kv_dim, init_std=init_std)
-        self.v_proj = Linear(dim, kv_dim, init_std=init_std)
+        self.q_proj = Linear(dim, q_dim, bias=config.qkv_bias, init_std=init_std)
+        self.k_proj = Linear(dim, kv_dim, bias=config.qkv_bias, init_std=init_std)
+        self.v_proj = Linear(dim, kv_dim, bias=config.qkv_bias, init_std=init_std)
         self.out_proj = Linear(q_dim, dim, init_std=residual_std)
         self.q_norm = config.qk_norm and config.qk_norm.build(self.head_dim)
         self.k_norm = config.qk_norm and config.qk_norm.build(self.head_dim)

@@ -1,8 +1,7 @@
-"""Rotary position embedding, with the frequency scaling of Llama 3."""
+"""Rotary position embedding."""
 
 # Shapes: B batch, S sequence, H heads, Dh head dim.
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,43 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.config.configurable import Configurable, Problem
-
-
-class Llama3Scaling(Configurable):
-    """Stretch of the low frequencies for contexts longer than those trained on (Llama 3.1)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        """Settings of `Llama3Scaling`, named as in Hugging Face's ``rope_scaling``."""
-
-        factor: float = 8.0
-        """How much longer the context gets: low frequencies are divided by it."""
-        low_freq_factor: float = 1.0
-        """Wavelengths above `original_context` / this are divided by `factor`."""
-        high_freq_factor: float = 4.0
-        """Wavelengths below `original_context` / this stay as they are; between the two, a linear blend."""
-        original_context: int = 8192
-        """Sequence length of the pretraining, in tokens."""
-
-        def check(self) -> Iterator[Problem]:
-            """See `Configurable.Config.check`."""
-            if self.factor < 1:
-                yield Problem("factor", self.factor, "is below 1", "set 1 for no scaling")
-            if self.low_freq_factor >= self.high_freq_factor:
-                yield Problem(
-                    "low_freq_factor",
-                    self.low_freq_factor,
-                    f"is not below high_freq_factor={self.high_freq_factor}",
-                    "set a smaller one",
-                )
-
-        def scale(self, frequencies: Tensor) -> Tensor:
-            """Scale angular frequencies, radians per token: ``(Dh/2,) -> (Dh/2,)``."""
-            wavelengths = 2 * math.pi / frequencies
-            turns = self.original_context / wavelengths
-            blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            blend = blend.clamp(0.0, 1.0)
-            return (1 - blend) * frequencies / self.factor + blend * frequencies
+from torchtitan.models.layers.rope_scaling import RoPEScaling
 
 
 class RoPE(Configurable):
@@ -62,7 +25,7 @@ class RoPE(Configurable):
 
         theta: float = 500_000.0
         """Base of the geometric series of wavelengths."""
-        scaling: Llama3Scaling.Config | None = None
+        scaling: RoPEScaling.Config | None = None
         """Frequency scaling; None for none."""
 
         def check(self) -> Iterator[Problem]:
@@ -83,13 +46,17 @@ class RoPE(Configurable):
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         frequencies = 1.0 / self.config.theta**exponents
         scaling = self.config.scaling
-        return scaling.scale(frequencies) if scaling else frequencies
+        return scaling.scale(frequencies, self.config.theta) if scaling else frequencies
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each position's angles: ``(B, S) -> 2 x (B, S, 1, Dh)``, float32."""
+        """Cosines and sines of each position's angles, times the scaling's magnitude: ``(B, S) -> 2 x (B, S, 1, Dh)``, float32."""
         angles = positions[..., None].float() * self.frequencies(positions.device)  # (B, S, Dh/2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # (B, S, 1, Dh)
-        return angles.cos(), angles.sin()
+        scaling = self.config.scaling
+        magnitude = scaling.magnitude() if scaling else 1.0
+        if magnitude == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

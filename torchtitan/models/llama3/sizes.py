@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
-from torchtitan.models.layers.rope import Llama3Scaling, RoPE
+from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.layers.rope_scaling import Llama3Scaling
 
 VOCAB_SIZE = 128_256
 
@@ -57,4 +58,6 @@ def llama3(name: str) -> Decoder.Config:
         feed_forward=SwiGLU.Config(ffn_dim=size.ffn_dim),
         rope=RoPE.Config(theta=500_000.0, scaling=scaling),
         tied=size.tied,
+        hf_model_type="llama",
+        context_length=131_072 if size.rope_factor else 8192,
     )

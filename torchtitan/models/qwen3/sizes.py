@@ -82,4 +82,6 @@ def qwen3(name: str) -> Decoder.Config:
         norm=RMSNorm.Config(eps=1e-6),
         rope=RoPE.Config(theta=size.theta),
         tied=size.tied,
+        hf_model_type="qwen3_moe" if size.n_experts else "qwen3",
+        context_length=40_960,
     )

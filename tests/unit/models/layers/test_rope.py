@@ -2,7 +2,8 @@ import math
 
 import torch
 
-from torchtitan.models.layers.rope import Llama3Scaling, RoPE, apply_rope
+from torchtitan.models.layers.rope import RoPE, apply_rope
+from torchtitan.models.layers.rope_scaling import Llama3Scaling
 
 
 def test_scores_depend_on_the_distance_alone():
@@ -35,7 +36,7 @@ def test_llama3_scaling_leaves_high_frequencies_and_divides_low_ones():
     scaling = Llama3Scaling.Config(factor=8.0, original_context=8192)
     wavelengths = torch.tensor([10.0, 2000.0, 8192.0 / 2.5, 9000.0, 1e6])
     frequencies = 2 * math.pi / wavelengths
-    scaled = scaling.scale(frequencies)
+    scaled = scaling.scale(frequencies, 500_000.0)
     torch.testing.assert_close(scaled[:2], frequencies[:2])
     torch.testing.assert_close(scaled[3:], frequencies[3:] / 8)
     blend = (2.5 - 1) / (4 - 1)

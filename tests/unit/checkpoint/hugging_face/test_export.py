@@ -1,0 +1,155 @@
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.unit.checkpoint.hugging_face.helpers import exported, read_json, small
+from torchtitan.checkpoint.hugging_face.export import Target
+from torchtitan.data.tokenizer import BUNDLED, Tokenizer
+from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.models.layers.attention import GQA
+from torchtitan.models.layers.moe import MoE
+from torchtitan.models.layers.norm import RMSNorm
+from torchtitan.models.layers.router import Router
+
+
+def dtypes(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {file.get_slice(name).get_dtype() for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+@pytest.mark.parametrize(("dtype", "tag"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])  # fmt: skip
+def test_weights_and_config_have_the_type_that_was_asked_for(dtype, tag, tmp_path):
+    config, model = small()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    verdict = exported(tmp_path / "m", config, model, dtype=dtype)
+    assert dtypes(tmp_path / "m") == ({tag}, {"format": "pt"})
+    hf = read_json(tmp_path / "m" / "config.json")
+    assert hf["dtype"] == hf["torch_dtype"] == dtype
+    assert hf["architectures"] == ["LlamaForCausalLM"]
+    assert ("bit for bit" in str(verdict)) == (dtype == "float32")
+    assert verdict.n_tensors == 21
+    for name, parameter in model.named_parameters():  # masters stay as they are
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, before[name])
+
+
+def test_the_verdict_says_by_how_much_weights_were_rounded(tmp_path):
+    config, model = small()
+    with torch.no_grad():
+        model.norm.weight.fill_(1 + 2**-9)
+    verdict = exported(tmp_path / "m", config, model, dtype="bfloat16")
+    assert verdict.rounding == 2**-9
+    assert "rounded to bfloat16, by at most 0.002" in str(verdict)
+
+
+def test_a_folder_in_use_is_not_touched(tmp_path):
+    config, model = small()
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(CheckpointError, match="it exists and is not empty"):
+        exported(tmp_path, config, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+@pytest.mark.parametrize(("value", "dtype", "message"), [
+    (1e6, "float16", "norm.weight has a number that does not fit in float16"),
+    (float("nan"), "float32", "norm.weight is not what was written"),
+    (float("inf"), "bfloat16", "norm.weight has a number that is not finite in bfloat16"),
+])  # fmt: skip
+def test_weights_that_are_no_numbers_are_refused_and_leave_nothing(value, dtype, message, tmp_path):
+    config, model = small()
+    with torch.no_grad():
+        model.norm.weight[3] = value
+    with pytest.raises(CheckpointError, match=message):
+        exported(tmp_path / "m", config, model, dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def moe():
+    config, model = small(
+        hf_model_type="qwen3_moe",
+        attention=GQA.Config(n_heads=2, n_kv_heads=1, qk_norm=RMSNorm.Config()),
+        feed_forward=MoE.Config(n_experts=4, ffn_dim=8, router=Router.Config(top_k=2, bias_rate=1e-3)),
+    )  # fmt: skip
+    return config, model
+
+
+def test_what_the_format_has_no_place_for_is_refused_unless_it_is_nothing(tmp_path, caplog):
+    config, model = moe()
+    exported(tmp_path / "zero", config, model)
+    model.layers[1].feed_forward.router.expert_bias[2] = 0.5
+    with pytest.raises(CheckpointError, match=r"no place for layers\.1\.feed_forward\.router\.expert_bias, which is not 0"):  # fmt: skip
+        exported(tmp_path / "m", config, model)
+    exported(tmp_path / "m", config, model, allow_loss=True)
+    assert "left out, the format has no place for it: layers.1.feed_forward.router.expert_bias" in caplog.text  # fmt: skip
+
+
+def test_a_model_without_a_family_is_refused(tmp_path):
+    config, model = small(hf_model_type="")
+    with pytest.raises(ConfigError, match=r"model\.hf_model_type is empty"):
+        exported(tmp_path / "m", config, model)
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def tokenizer(folder, template="jinja"):
+    """The bundled tokenizer with ChatML's tokens, as a folder of the old or the new kind."""
+    folder.mkdir()
+    data = read_json(BUNDLED)
+    end = max(Tokenizer.Config().build().vocab.values()) + 1
+    for i, name in enumerate(("<|im_start|>", "<|im_end|>")):
+        data["added_tokens"].append({
+            "id": end + i, "content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
+            "single_word": False,
+        })  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    settings = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|endoftext|>"}
+    if template == "jinja":
+        (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    elif template == "old":
+        settings["chat_template"] = CHATML
+    else:
+        settings["chat_template"] = [
+            {"name": "default", "template": CHATML},
+            {"name": "tool_use", "template": "{{ tools }}"},
+        ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder, end + 1
+
+
+@pytest.mark.parametrize("template", ["jinja", "old", "named"])
+def test_tokenizer_template_and_the_end_of_turn_are_written_where_loaders_look(template, tmp_path):
+    source, turn_end = tokenizer(tmp_path / "t", template)
+    config, model = small()
+    exported(tmp_path / "m", config, model, tokenizer=source, generation={"eos_token_id": 7, "top_p": 0.9})  # fmt: skip
+    folder = tmp_path / "m"
+    assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHATML
+    assert "chat_template" not in read_json(folder / "tokenizer_config.json")
+    assert (folder / "additional_chat_templates/tool_use.jinja").exists() == (template == "named")
+    eos = Tokenizer.Config().build().eos_id
+    generation = read_json(folder / "generation_config.json")
+    assert generation == {"eos_token_id": [7, eos, turn_end], "top_p": 0.9, "pad_token_id": eos}
+    hf = read_json(folder / "config.json")
+    assert (hf["eos_token_id"], hf["pad_token_id"]) == ([7, eos, turn_end], eos)
+
+
+def test_the_bundled_tokenizer_names_its_end(tmp_path):
+    config, model = small()
+    exported(tmp_path / "m", config, model, tokenizer=BUNDLED)
+    settings = read_json(tmp_path / "m" / "tokenizer_config.json")
+    built = Tokenizer.Config(path=str(tmp_path / "m")).build()
+    assert built.vocab[settings["eos_token"]] == built.eos_id
+    assert read_json(tmp_path / "m" / "generation_config.json")["eos_token_id"] == [built.eos_id]
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    config, model = small()
+    (tmp_path / "t").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; name the folder of a tokenizer"):  # fmt: skip
+        exported(tmp_path / "m", config, model, tokenizer=tmp_path / "t")
+
+
+def test_files_are_5_gib_by_default(tmp_path):
+    assert Target(folder=tmp_path).max_shard_bytes == 5 * 2**30

@@ -1,0 +1,47 @@
+"""``torchtitan import``: from a Hugging Face folder to a checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint.agreement import Agreement
+from torchtitan.checkpoint.hugging_face.folder import find_folder, read_model
+from torchtitan.checkpoint.hugging_face.loading import load_weights
+from torchtitan.checkpoint.hugging_face.weight_files import WeightFiles
+from torchtitan.checkpoint.hugging_face.weights import PREFIX, LiveWeights
+from torchtitan.cli.arguments import Arguments
+from torchtitan.cli.output import say
+from torchtitan.config.serialize import to_dict
+from torchtitan.parallel.parallelize import materialise
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``torchtitan import ...`` and return its exit code."""
+    parser = Arguments(
+        "import",
+        "Write the weights of a Hugging Face folder as a checkpoint, for checkpoint.initial_load. (A recipe can also load the "
+        "folder itself.)",
+    )
+    parser.add_argument("source", help="folder, or a model of the hub: org/name")
+    parser.add_argument("to", type=Path, help="folder for the checkpoint")
+    arguments = parser.parse(argv)
+    if arguments is None:
+        return 0
+    folder = find_folder(arguments.source)
+    family, config = read_model(folder)
+    with torch.device("meta"):
+        model = config.build()
+    materialise(model, torch.device("cpu"))
+    load_weights(WeightFiles(folder), family.layout(config), model, Agreement())
+    weights = LiveWeights(model)
+    tensors = {PREFIX + name: weights.held(name) for name in weights.names()}
+    checkpointer = Checkpointer.Config().build(folder=arguments.to)
+    tokenizer = {"path": str(folder.resolve())}
+    state = {"step": 0, "config": {"model": to_dict(config), "tokenizer": tokenizer}}
+    checkpointer.save(0, tensors, {}, state)
+    path = checkpointer.latest()
+    checkpointer.close()
+    say(f"imported {len(tensors)} tensors of {folder} into {path}")
+    return 0
