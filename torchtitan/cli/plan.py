@@ -62,7 +62,12 @@ def _problems(flags: dict[str, Flag]) -> list[Problem]:
     if "device" in flags and len(flags["device"].values) != 1:
         values = flags["device"].values
         found.append(
-            Problem("--device", values, f"takes one value, got {len(values)}", "write --device H100-80GB")
+            Problem(
+                "--device",
+                values,
+                f"takes one value, got {len(values)}",
+                "write --device H100-80GB",
+            )
         )
     return found
 

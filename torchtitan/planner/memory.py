@@ -80,7 +80,8 @@ def plan_memory(
     """Memory of the rank that needs most; in a pipeline the ranks differ. See `setup`."""
     pp = config.parallelism.resolve(world_size).pp
     ranks = (
-        memory_of(setup(config, world_size, gpu=gpu, packed=packed, pp_rank=pp_rank)) for pp_rank in range(pp)
+        memory_of(setup(config, world_size, gpu=gpu, packed=packed, pp_rank=pp_rank))
+        for pp_rank in range(pp)
     )
     return max(ranks, key=lambda memory: memory.total)
 
@@ -175,7 +176,13 @@ class _Walk:
         buffer = self._buffer(unit) if unit else 0
         accumulated = self._accumulated()
         yield self._moment(
-            "loss", "the head's loss", accumulated, kept + end.stream + whole, forward, gathered, buffer
+            "loss",
+            "the head's loss",
+            accumulated,
+            kept + end.stream + whole,
+            forward,
+            gathered,
+            buffer,
         )
         yield self._moment(
             "loss", "the head's backward", accumulated, kept + whole, backward, gathered, 0
@@ -197,7 +204,13 @@ class _Walk:
             gradients = self._reduced(done) + self._accumulated(done)
             when = f"the backward of block {i}"
             yield self._moment(
-                "backward", when, gradients, kept + cost.backward, 0, gathered, prefetched + held_back
+                "backward",
+                when,
+                gradients,
+                kept + cost.backward,
+                0,
+                gathered,
+                prefetched + held_back,
             )
             if self.run.sharded:
                 yield self._moment(

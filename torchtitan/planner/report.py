@@ -50,7 +50,9 @@ class Report:
         peak, total, have = self.memory.peak, self.memory.total, self.device.memory
         spare = have - total
         fits = (
-            f"fits, {gib(spare)} to spare" if spare >= 0 else f"does not fit, {gib(-spare)} too much"
+            f"fits, {gib(spare)} to spare"
+            if spare >= 0
+            else f"does not fit, {gib(-spare)} too much"
         )
         return (
             f"peak: {peak.name}, {peak.when}; {gib(peak.total)} and {gib(self.memory.overhead)} of overhead "
@@ -74,8 +76,9 @@ def _moments(memory: Memory) -> str:
         for moment in memory.moments
     ]
     header = ("GiB at", *KINDS, "total", "worst at")
-    return "memory of the rank that needs most, at the three moments that can be its peak:\n" + table(
-        header, rows, right={*KINDS, "total"}
+    return (
+        "memory of the rank that needs most, at the three moments that can be its peak:\n"
+        + table(header, rows, right={*KINDS, "total"})
     )
 
 

@@ -89,7 +89,14 @@ class Setup:
         return [u for s in self.stages for u in (*s.blocks, *s.edges.values(), s.rest)]
 
 
-def setup(config: Trainer.Config, world_size: int, *, gpu: bool = True, packed: bool = True, pp_rank: int = 0) -> Setup:
+def setup(
+    config: Trainer.Config,
+    world_size: int,
+    *,
+    gpu: bool = True,
+    packed: bool = True,
+    pp_rank: int = 0,
+) -> Setup:
     """Take from ``config`` what memory and work follow from.
 
     Args:
@@ -153,9 +160,7 @@ class _Cut:
         }
         blocks = [self._unit(block, local) for block in model.blocks()]
         own = {name: self._unit(module, local) for name, module in edges.items()}
-        inside = {
-            p for module in (*model.blocks(), *edges.values()) for p in module.parameters()
-        }
+        inside = {p for module in (*model.blocks(), *edges.values()) for p in module.parameters()}
         rest = [p for p in model.parameters() if p not in inside]
         return blocks, own, self._of(rest, local)
 
@@ -173,9 +178,7 @@ class _Cut:
                 found[parameter] = shape, ranks
         return found
 
-    def _unit(
-        self, module: nn.Module, local: Mapping[nn.Parameter, tuple[list[int], int]]
-    ) -> Unit:
+    def _unit(self, module: nn.Module, local: Mapping[nn.Parameter, tuple[list[int], int]]) -> Unit:
         return self._of(list(module.parameters()), local)
 
     def _of(
@@ -200,9 +203,7 @@ class _Cut:
         return Unit(gathered, shard, trainable, state, update)
 
 
-def _stages(
-    config: Trainer.Config, cut: _Cut, pp_rank: int, micro_batches: int
-) -> list[Stage]:
+def _stages(config: Trainer.Config, cut: _Cut, pp_rank: int, micro_batches: int) -> list[Stage]:
     """The stages of a rank."""
     pp = cut.degrees.pp
     if pp == 1:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torchtitan.optim.updates import make_updates
 from torchtitan.parallel.parallelize import materialise
 from torchtitan.planner.devices import GIB
 from torchtitan.planner.memory import plan_memory
-from torchtitan.planner.tracker import WithoutValues, MemoryTracker
+from torchtitan.planner.tracker import MemoryTracker, WithoutValues
 from torchtitan.trainer import Trainer, cut_model
 from torchtitan.training.engine import Engine
 from torchtitan.training.settings import Training
@@ -70,7 +70,9 @@ class Verification:
         return self.planned / self.extrapolated - 1
 
     def __str__(self) -> str:
-        lines = ["closed form against tensors counted on fake ranks, without overhead, kernels of a CPU:"]
+        lines = [
+            "closed form against tensors counted on fake ranks, without overhead, kernels of a CPU:"
+        ]
         rows = [(t.layers, t.planned, t.peak, "counted") for t in self.tracked]
         rows.append((self.layers, self.planned, self.extrapolated, "extrapolated"))
         for layers, planned, counted, how in rows:
@@ -110,9 +112,7 @@ def _extrapolated(tracked: tuple[Tracked, ...], layers: int) -> int:
         return first.peak
     steps = (layers - last.layers) / (last.layers - first.layers)
     phases = first.counted.keys() & last.counted.keys()
-    return max(
-        int(last.counted[p] + steps * (last.counted[p] - first.counted[p])) for p in phases
-    )
+    return max(int(last.counted[p] + steps * (last.counted[p] - first.counted[p])) for p in phases)
 
 
 def _tracked(config: Trainer.Config, world_size: int, layers: int) -> Tracked:
@@ -139,7 +139,9 @@ def track(config: Trainer.Config, world_size: int) -> dict[str, int]:
         with torch_api.FakeTensorMode(allow_non_fake_inputs=True), WithoutValues():
             materialise(model, mesh.device)
             step = _Step(config, model, Engine(model, config.objective.build(), mesh))
-            step.run(rows // micro_rows, shape)  # DTensor's first dispatches make tensors of global shape
+            step.run(
+                rows // micro_rows, shape
+            )  # DTensor's first dispatches make tensors of global shape
             tracker = MemoryTracker([*model.parameters(), *step.optimizer.state_tensors().values()])
             with tracker, phases(model, tracker):
                 step.run(rows // micro_rows, shape)

@@ -123,7 +123,9 @@ def _sent(run: Setup, config: Trainer.Config) -> dict[str, float]:
             copied += 2 * unit.shard * run.reduce_itemsize
         n_blocks, dim = len(stage.blocks), stage.model.stage_shape(1, 1)[-1]
         size = micro * place.tokens * dim * place.itemsize
-        again = 2 if run.recompute.mode == "full" else 0  # a gather more for attention and feed-forward
+        again = (
+            2 if run.recompute.mode == "full" else 0
+        )  # a gather more for attention and feed-forward
         stream += n_blocks * (8 + again) * size + 4 * size * len(stage.edges or (1,)) / 2
         moes = [m for m in stage.model.modules() if isinstance(m, MoE)]
         slots = sum(m.config.router.top_k for m in moes) / place.sequence_shards

@@ -228,7 +228,8 @@ class GQA(nn.Module, Configurable):
                 (q, k, v),
                 out,
                 saves=(q, k, v, out),
-                keeps=4 * q.tokens * q.features // self.head_dim + self._mask_bytes(tape.place, out),
+                keeps=4 * q.tokens * q.features // self.head_dim
+                + self._mask_bytes(tape.place, out),
                 scratch=gathered,
                 backward_scratch=2 * gathered,
             )

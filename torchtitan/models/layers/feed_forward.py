@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
-from torchtitan.models.layers.tape import Tape, Value
 from torchtitan.models.layers.plan import COLWISE, ROWWISE, WHOLE_INPUT, Cut
+from torchtitan.models.layers.tape import Tape, Value
 
 
 class FeedForward(nn.Module, Configurable):

@@ -187,7 +187,9 @@ class MoE(FeedForward):
                 (x,),
                 out,
                 saves=() if copied else (x,),
-                keeps=scores + 24 * x.tokens * top_k + copied * (states + 4 * n_experts * x.features),
+                keeps=scores
+                + 24 * x.tokens * top_k
+                + copied * (states + 4 * n_experts * x.features),
                 scratch=2 * scores,
                 backward_scratch=2 * scores + copied * states,
                 weights=n_experts * x.features * x.itemsize,

@@ -189,7 +189,13 @@ class Tape:
         return out
 
     def cost(
-        self, x: Value, out: Value, recompute: str = "none", every_n_matmuls: int = 2, *, frees_gradients: bool = False
+        self,
+        x: Value,
+        out: Value,
+        recompute: str = "none",
+        every_n_matmuls: int = 2,
+        *,
+        frees_gradients: bool = False,
     ) -> Cost:
         """What a block costs that makes ``out`` of ``x`` by the recorded operations.
 
