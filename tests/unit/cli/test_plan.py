@@ -48,7 +48,7 @@ def test_an_amount_of_memory_has_no_rates(capsys):
         (["--device"], "takes one value, got 0; write --device H100-80GB"),
         (["--verify", "yes"], "takes no value; write --verify alone"),
         (["--ngpu", "8", "--parallelism.tp", "3"], "parallelism.dp_shard"),
-        (["--model.n-layer", "3"], "n-layers"),
+        (["--model.n-layer", "3"], "did you mean --model.n_layers"),
     ],
 )
 def test_errors_name_the_remedy(capsys, arguments, message):
