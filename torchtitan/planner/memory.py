@@ -161,8 +161,8 @@ class _Walk:
 
     def loss(self) -> Iterator[Moment]:
         """Forward and backward of the head, when all activations are kept."""
-        head = self._head()
         stage, costs = self.last, self.costs[-1]
+        head = getattr(stage.model, "head", None)  # only the last stage of a pipeline has it
         if head is None or not costs:
             return
         tape = Tape(self.run.place)
@@ -199,7 +199,7 @@ class _Walk:
             kept = others + sum(c.kept for c in costs[:i])
             before = stage.blocks[i - 1] if i else stage.edges.get("embedding")
             gathered = self._gathered_in_backward(stage, i)
-            prefetched = self._buffer(before) if before and self._frees(stage) else 0
+            prefetched = self._buffer(before) if before and self._frees() else 0
             held_back = self._reduction(done[-1]) if done else 0
             gradients = self._reduced(done) + self._accumulated(done)
             when = f"the backward of block {i}"
@@ -281,9 +281,6 @@ class _Walk:
         }
         return Moment(name, when, {kind: held[kind] for kind in KINDS})
 
-    def _head(self):  # noqa: ANN202
-        return getattr(self.last.model, "head", None)
-
     def _kept_by_others(self) -> int:
         """Activations of other micro-batches and stages."""
         kept = sum(stage.model.shared_bytes(self.run.place) for stage in self.run.stages)
@@ -292,9 +289,8 @@ class _Walk:
             kept += max(0, passes) * sum(cost.kept for cost in costs)
         return kept
 
-    def _frees(self, stage: Stage) -> bool:
+    def _frees(self) -> bool:
         """Whether blocks free their gathered parameters after the forward."""
-        del stage
         return self.run.sharded and self.run.reshard
 
     def _whole(self, unit: Unit) -> int:
@@ -322,7 +318,7 @@ class _Walk:
 
     def _gathered_after_forward(self, stage: Stage) -> int:
         """Bytes of gathered parameters between forward and backward: of the last block and the rest, or of all."""
-        if self._frees(stage):
+        if self._frees():
             last = self._whole(stage.blocks[-1]) if stage.blocks else 0
             return last + self._whole(stage.rest)
         edges = [unit for name, unit in stage.edges.items() if name != "head"]
@@ -330,7 +326,7 @@ class _Walk:
 
     def _gathered_in_backward(self, stage: Stage, block: int) -> int:
         """Bytes of gathered parameters while ``block`` goes back."""
-        if self._frees(stage):
+        if self._frees():
             return self._whole(stage.blocks[block]) + self._whole(stage.rest)
         embedding = [stage.edges["embedding"]] if "embedding" in stage.edges else []
         return sum(

@@ -41,8 +41,6 @@ class Bounds:
         compute_s: of matrix products.
         update_s: of the optimizer's reads and writes.
         communication_s: of what is sent, one after another.
-        step_s: with all communication hidden behind compute: nothing is faster.
-        step_exposed_s: with none hidden.
     """
 
     compute_s: float
