@@ -28,7 +28,7 @@ class CheckpointError(TorchtitanError):
 
 
 class NumericsError(TorchtitanError):
-    """A loss or gradient that is not finite; no weight was changed by it."""
+    """A loss or gradient that is not finite; nothing was saved from that step."""
 
     exit_code = 5
 
@@ -51,7 +51,7 @@ EXIT_CODES: dict[int, str] = {
     2: "configuration: nothing was started; every problem is listed",
     3: "data: missing, unreadable, or too little for one global batch",
     4: "checkpoint: could not be written, read, or resumed from",
-    5: "numerics: a loss or gradient was not finite; no weight was changed by it",
+    5: "numerics: a loss or gradient was not finite; nothing was saved from that step",
     6: "distributed: a rank died, hung or disagreed",
     7: "preempted: SIGTERM or Ctrl-C; a checkpoint was saved, run again to resume",
 }

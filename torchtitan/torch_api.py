@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.nn.functional import grouped_mm
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,6 +58,8 @@ _HOME = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp:MixedPrecisionPolicy",
     "fully_shard": "torch.distributed.fsdp:fully_shard",
     "DTensor": "torch.distributed.tensor:DTensor",
+    "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",
+    "TensorMeta": "torch.distributed.tensor._dtensor_spec:TensorMeta",
     "Partial": "torch.distributed.tensor:Partial",
     "Replicate": "torch.distributed.tensor:Replicate",
     "Shard": "torch.distributed.tensor:Shard",
@@ -73,6 +76,7 @@ _BEFORE = {  # names of torch 2.11 and 2.12
 __all__ = [
     "BackendCompilerFailed",
     "DTensor",
+    "DTensorSpec",
     "DeviceMesh",
     "FSDPModule",
     "FailOnRecompileLimitHit",
@@ -84,6 +88,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "TCPStore",
+    "TensorMeta",
     "TorchDynamoException",
     "all_gather_single",
     "cuda",

@@ -26,12 +26,14 @@ from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
 from torchtitan.models.model import Model
 from torchtitan.objectives.next_token import NextToken
-from torchtitan.optim.clipping import clip_gradients, global_grad_norm
+from torchtitan.optim.clipping import Clip
 from torchtitan.optim.optimizer import AdamW, Optimizer
 from torchtitan.optim.schedule import Schedule
+from torchtitan.optim.updates import make_updates
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.composition import check_composition
+from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.traffic import Step
@@ -165,11 +167,54 @@ class Trainer(Configurable):
                 micro_batch_rows=training.micro_batch_rows,
             )
             if all(section != "parallelism" for _, section in found):
-                data_ranks = self.parallelism.resolve(world_size).data
-                found += [(p, "training") for p in training.check_rows(data_ranks)]
+                degrees = self.parallelism.resolve(world_size)
+                found += [(p, "training") for p in training.check_rows(degrees.data)]
+                found += self._check_in_backward(degrees)
             for problem, section in found:
                 yield Problem(
                     f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
+                )
+
+        def _check_in_backward(self, degrees: Degrees) -> Iterator[tuple[Problem, str]]:
+            """What keeps parameters from being updated in the backward, with the section of each problem."""
+            training = self.training
+            if not self.optimizer.in_backward:
+                return
+            reason = "but with optimizer.in_backward=True "
+            local, micro = training.global_batch_rows // degrees.data, training.micro_batch_rows
+            if degrees.pp > 1:
+                yield (
+                    Problem(
+                        "pp",
+                        degrees.pp,
+                        reason + "each micro-batch of a pipeline would be a step of its own",
+                        "set parallelism.pp=1 (and more dp_shard or tp), or optimizer.in_backward=False",
+                    ),
+                    "parallelism",
+                )
+            elif micro is not None and micro < local:
+                yield (
+                    Problem(
+                        "micro_batch_rows",
+                        micro,
+                        f"makes {local // micro} micro-batches of a rank's {local} rows, {reason}each of them "
+                        "would be a step of its own",
+                        f"set training.micro_batch_rows=None, or training.global_batch_rows={micro * degrees.data} "
+                        "(with a lower optimizer.lr), or optimizer.in_backward=False",
+                    ),
+                    "training",
+                )
+            if training.max_grad_norm is not None and training.clip_by == "all":
+                yield (
+                    Problem(
+                        "max_grad_norm",
+                        training.max_grad_norm,
+                        reason
+                        + "the norm of all gradients is not known before the first of them are used up",
+                        "set training.clip_by=parameter, or training.max_grad_norm=None, or "
+                        "optimizer.in_backward=False",
+                    ),
+                    "training",
                 )
 
         def resolved(self) -> "Trainer.Config":
@@ -198,7 +243,7 @@ class Trainer(Configurable):
                 rank=rank,
                 world_size=world_size,
                 mesh=self.parallelism,
-                cut_model=lambda mesh: _cut_model(self, mesh, dtype, meta=True),
+                cut_model=lambda mesh: cut_model(self, mesh, dtype, meta=True),
                 build_optimizer=lambda model: self.optimizer.build(
                     model.named_parameters(), model.names_elsewhere()
                 ),
@@ -251,7 +296,9 @@ class Trainer(Configurable):
             run=self._run_info(),
             models={name: trainable.model for name, trainable in self.models.items()},
         )
-        self.guard = Guard(self.device, self.mesh.world_size)
+        self.guard = Guard(
+            self.device, self.mesh.world_size, in_backward=config.optimizer.in_backward
+        )
         self.stop = StopRequest()
         self._together = True
         """Whether all ranks are at the same place; not so after an error of one of them."""
@@ -261,7 +308,7 @@ class Trainer(Configurable):
 
         Raises:
             Preempted: after SIGTERM or Ctrl-C on any rank; a checkpoint was saved.
-            NumericsError: a loss or gradient was not finite; no weight was changed by it.
+            NumericsError: a loss or gradient was not finite; no weight that is saved was changed by it.
             DataError: a rank ran out of readable data.
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
@@ -314,13 +361,12 @@ class Trainer(Configurable):
         policy = self.models["policy"]
         microbatches = [self._prepare(batch) for batch in microbatches]
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
-        loss = policy.engine.forward_backward(microbatches, totals)
-        grad_norm = global_grad_norm(policy.model.parameters(), self.mesh.pp)
-        if self.config.training.max_grad_norm is not None:
-            clip_gradients(policy.model.parameters(), grad_norm, self.config.training.max_grad_norm)
-        skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
-        policy.optimizer.step(skip)
+        policy.updates.begin(self.guard.bad)
+        loss = policy.engine.forward_backward(microbatches, totals)
+        grad_norm = policy.updates.clip()
+        skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
+        policy.updates.finish(skip)  # nothing is left to do after updates in the backward
         module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
         self.step += 1
@@ -409,14 +455,22 @@ class Trainer(Configurable):
     def _build_policy(self) -> Trainable:
         config = self.config
         dtype = Training.compute_dtype(config.training, self.device)
-        model = _cut_model(config, self.mesh, dtype)
+        model = cut_model(config, self.mesh, dtype)
         objective = config.objective.build()
+        optimizer = config.optimizer.build(model.named_parameters(), model.names_elsewhere())
+        in_backward = config.optimizer.in_backward
         return Trainable(
             model=model,
             objective=objective,
-            optimizer=config.optimizer.build(model.named_parameters(), model.names_elsewhere()),
+            optimizer=optimizer,
+            updates=make_updates(
+                optimizer,
+                Clip(config.training.max_grad_norm, config.training.clip_by),
+                in_backward=in_backward,
+                stages=self.mesh.pp,
+            ),
             schedule=config.schedule.build(config.training.steps),
-            engine=make_engine(model, objective, self.mesh),
+            engine=make_engine(model, objective, self.mesh, refuse_bad_loss=in_backward),
         )
 
     def _open_loader(self, config: Loader.Config) -> Loader:
@@ -507,7 +561,7 @@ class Trainer(Configurable):
             raise
 
 
-def _cut_model(
+def cut_model(
     config: Trainer.Config, mesh: Mesh, dtype: torch.dtype, *, meta: bool = False
 ) -> Model:
     """The model of a run, cut over ``mesh``; see `parallelize`."""
@@ -518,6 +572,7 @@ def _cut_model(
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
         compute_dtype=dtype,
+        parameter_dtype=getattr(torch, config.training.parameter_dtype),
         async_tp=config.parallelism.async_tp,
         reshard_after_forward=config.parallelism.reshard_after_forward,
         seed=config.training.seed,

@@ -173,7 +173,7 @@ def steps_with_a_fault(folder, fault):
             patch.setattr(SharedParameters, "refresh_copies", lambda self: None)
         else:
             patch.setattr(
-                "torchtitan.trainer.global_grad_norm",
+                "torchtitan.optim.updates.global_grad_norm",
                 lambda parameters, stages: torch.stack([full(p.grad).norm() for p in parameters]).norm(),
             )  # fmt: skip
         return steps_of(folder, Pipeline.Config(), {"pp": 2, "tied": True})

@@ -15,6 +15,7 @@ TIERS = [  # a module may import from its own row and from the rows above
     {"torchtitan.models", "torchtitan.objectives", "torchtitan.parallel", "torchtitan.checkpoint"},
     {"torchtitan.training", "torchtitan.debug", "torchtitan.generation"},
     {"torchtitan.trainer"},
+    {"torchtitan.planner"},
     {"torchtitan.launch", "torchtitan.train", "torchtitan.cli"},
     {"torchtitan_recipes"},
 ]  # fmt: skip

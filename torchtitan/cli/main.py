@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "torchtitan.train",
         "train a recipe: --module M --config C [--section.field value ...]",
     ),
+    "plan": (
+        "torchtitan.cli.plan",
+        "memory, work and least time of a run, before it is started: train's options, --device D, --verify",
+    ),
     "download": ("torchtitan.cli.download", "fetch a model from the Hugging Face Hub"),
     "export": ("torchtitan.cli.export", "write a checkpoint as a Hugging Face folder"),
     "import": ("torchtitan.cli.import_folder", "write a Hugging Face folder as a checkpoint"),

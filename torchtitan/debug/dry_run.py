@@ -1,7 +1,7 @@
 """What a rank of a run of any size will hold and send, found by building it without memory and without the other ranks."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,9 @@ PARALLELISMS: tuple[TrafficOf, ...] = (
     fsdp_traffic,
 )
 """What each parallelism says of its communication, in the order in which `parallelize` applies them."""
+
+NUMBERS = ("count", "ranks", "calls", "bytes", "whole tensors", "sent")
+"""Columns that hold numbers and sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +86,14 @@ class Plan:
         parts = [
             self.title,
             *([self.pipeline] if self.pipeline else []),
-            _table(
+            table(
                 ("parameter", "count", "shape", "placement", "here", "bytes"),
                 [
                     (h.pattern, h.count, h.shape, h.placement, h.local_shape, _size(h.local_bytes))
                     for h in self.holdings
                 ],
             ),
-            _table(
+            table(
                 ("this rank holds", "bytes"),
                 [(what, _size(size)) for what, size in [*self.memory.items(), ("all", total)]],
             ),
@@ -101,7 +104,7 @@ class Plan:
                 if self.uncounted
                 else []
             ),
-            _table(
+            table(
                 ("axis", "ranks", "operation", "what", "calls", "whole tensors", "sent"),
                 [
                     (
@@ -244,18 +247,16 @@ def _size(count: float) -> str:
     raise AssertionError(count)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns, numbers and sizes to the right."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str] = NUMBERS
+) -> str:
+    """Columns, those named in ``right`` to the right."""
     cells = [header, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    right = {
-        i
-        for i, name in enumerate(header)
-        if name in ("count", "ranks", "calls", "bytes", "whole tensors", "sent")
-    }
+    to_right = {i for i, name in enumerate(header) if name in right}
     lines = (
         "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
+            cell.rjust(width) if i in to_right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells

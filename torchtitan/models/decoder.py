@@ -20,6 +20,7 @@ from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.plan import SEQUENCE, Cut
 from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.layers.tape import Place, Recorded, Tape, Value
 from torchtitan.models.model import Model, ParameterCounts
 from torchtitan.parallel.degrees import Degrees, divisors
 
@@ -234,6 +235,16 @@ class Decoder(Model):
         """See `Model.shared_parameters`."""
         return {"head.weight": "embedding.weight"} if self.config.tied else {}
 
+    def record_end(self, tape: Tape, x: Value) -> Value:
+        """See `Model.record_end`."""
+        return self.norm.record(tape, x) if self.is_last else x
+
+    def shared_bytes(self, place: Place) -> int:
+        """See `Model.shared_bytes`: RoPE's tables, the batch's four integers a token, and on a GPU the mask of packed rows."""
+        tables = 2 * 4 * place.tokens * self.rope.head_dim
+        masked = place.gpu and place.packed and place.cp == 1
+        return tables + 4 * 8 * place.tokens + masked * place.rows * place.seq_len**2
+
     def parameter_counts(self) -> ParameterCounts:
         """See `Model.parameter_counts`."""
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear | Head))
@@ -279,6 +290,19 @@ class DecoderBlock(nn.Module):
             self.attention_norm(hidden_states), rope, mask
         )
         return hidden_states + self.feed_forward(self.feed_forward_norm(hidden_states))
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """See `Recorded`."""
+        for norm, layer in (
+            (self.attention_norm, self.attention),
+            (self.feed_forward_norm, self.feed_forward),
+        ):
+            if not isinstance(layer, Recorded):
+                raise TypeError(
+                    f"{type(layer).__qualname__} does not say what it keeps; give it a record(tape, x) as `Recorded` has it"
+                )
+            x = tape.add(x, layer.record(tape, norm.record(tape, x)))
+        return x
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`; attention and feed-forward have their own."""

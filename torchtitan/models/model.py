@@ -11,6 +11,7 @@ from torch import nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.head import Head
+from torchtitan.models.layers.tape import Place, Tape, Value
 from torchtitan.parallel.degrees import Degrees
 
 
@@ -107,6 +108,16 @@ class Model(nn.Module, Configurable):
     def names_elsewhere(self) -> Iterable[str]:
         """Names of the model's parameters that are not on this rank, but in another stage of the pipeline."""
         return ()
+
+    def record_end(self, tape: Tape, x: Value) -> Value:
+        """Record what stands between the last block and the head; for the planner."""
+        del tape
+        return x
+
+    def shared_bytes(self, place: Place) -> int:
+        """Bytes that all blocks share from forward to backward (tables, masks); for the planner."""
+        del place
+        return 0
 
     @abstractmethod
     def parameter_counts(self) -> ParameterCounts:

@@ -18,16 +18,17 @@ def apply_fsdp(
     A block's experts are a unit of their own inside it, over the ranks that expert parallelism leaves.
 
     The same path at every degree, ``dp_shard=1`` with ``dp_replicate>1`` being what DDP does; only a run of one rank
-    that casts nothing is left as it is, since there FSDP would but copy (4 % of a step of the debug model). Gradients come out as *sums* over the data ranks (the losses are already divided by the global count), in
+    in float32 is left as it is, since there FSDP would but copy (4 % of a step of the debug model). Gradients come out as *sums* over the data ranks (the losses are already divided by the global count), in
     float32.
 
     Args:
         model: on the meta device.
         mesh: whose ``fsdp`` and ``expert_fsdp`` are (dp_replicate, ranks to shard over).
-        compute_dtype: type of the gathered parameters and the activations; the shards stay float32.
+        compute_dtype: type of the gathered parameters and the activations; the shards keep theirs.
         reshard_after_forward: free a block's gathered parameters until its backward.
     """
-    if mesh.world_size == 1 and compute_dtype == torch.float32:
+    types = {compute_dtype, *(parameter.dtype for parameter in model.parameters())}
+    if mesh.world_size == 1 and types == {torch.float32}:
         return
     policy = torch_api.MixedPrecisionPolicy(
         param_dtype=compute_dtype,

@@ -29,6 +29,7 @@ def parallelize(
     compile: Compile.Config,
     pipeline: Pipeline.Config,
     compute_dtype: torch.dtype,
+    parameter_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool,
     seed: int,
     async_tp: bool = False,
@@ -44,7 +45,8 @@ def parallelize(
         pipeline: how the model is cut into stages.
         activation_checkpointing: what of a block's inside is kept for the backward.
         compile: how blocks are compiled.
-        compute_dtype: type of matmuls and activations; parameters are kept in float32.
+        compute_dtype: type of matmuls and activations.
+        parameter_dtype: type in which parameters are kept between steps.
         reshard_after_forward: see `Mesh.Config`.
         seed: of the initial weights.
         async_tp: see `Mesh.Config`.
@@ -60,6 +62,7 @@ def parallelize(
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         compute_dtype=compute_dtype,
+        parameter_dtype=parameter_dtype,
         seed=seed,
         meta=meta,
     )
@@ -92,11 +95,14 @@ def _parallelize_stage(
     activation_checkpointing: ActivationCheckpointing.Config,
     compile: Compile.Config,
     compute_dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
     reshard_after_forward: bool,
     seed: int,
     meta: bool,
 ) -> Model:
     """Cut a model or one stage of it, which is on the meta device, in place, and fill this rank's part."""
+    for parameter in model.parameters():  # buffers are the modules' own matter
+        parameter.data = parameter.data.to(parameter_dtype)
     apply_tensor_parallel(model, mesh.tp, sequence_parallel=mesh.sequence_parallel)
     apply_expert_parallel(model, mesh)
     apply_context_parallel(model, mesh.cp, mesh.context.kind)

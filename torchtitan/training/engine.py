@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.batch import Batch
+from torchtitan.errors import NumericsError
 from torchtitan.models.model import Model
 from torchtitan.objectives.objective import Context, Objective, Sums
 from torchtitan.parallel.fsdp import set_gradient_sync
@@ -36,9 +37,14 @@ class Engine:
         model: the parallelized model.
         objective: what a batch costs.
         mesh: of the run.
+        refuse_bad_loss: let all ranks wait for each other's loss, and end the run before the backward if one is not
+            finite. For parameters that are updated in the backward.
     """
 
-    def __init__(self, model: Model, objective: Objective, mesh: Mesh) -> None:
+    def __init__(
+        self, model: Model, objective: Objective, mesh: Mesh, *, refuse_bad_loss: bool = False
+    ) -> None:
+        self._refuse_bad_loss = refuse_bad_loss
         self.model = model
         self.objective = objective
         self.mesh = mesh
@@ -67,7 +73,10 @@ class Engine:
         for i, batch in enumerate(microbatches):
             set_gradient_sync(self.model, last_microbatch=i == len(microbatches) - 1)
             micro = self.forward(batch, context)
-            self.weigh(micro, context.totals).backward()
+            loss = self.weigh(micro, context.totals)
+            if self._refuse_bad_loss:
+                self._check_finite(loss.detach())
+            loss.backward()
             sums.append(micro)
         return sums
 
@@ -119,6 +128,24 @@ class Engine:
     def sum_everywhere(self, tensor: Tensor) -> Tensor:
         """Add ``tensor`` up over the ranks that have losses of their own, in place; all ranks get the result."""
         return self.mesh.sum_over_data(tensor)
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """Meet the other ranks and compare.
+
+        Raises:
+            NumericsError: on all ranks, if the loss of one is not finite.
+        """
+        flags = torch.zeros(self.mesh.world_size, dtype=torch.float64, device=loss.device)
+        flags[self.mesh.rank] = (~loss.isfinite()).double()
+        by_rank = self.sum_everywhere(
+            flags
+        ).tolist()  # sync: the one of a step with updates in the backward
+        bad = [str(rank) for rank, flag in enumerate(by_rank) if flag]
+        if bad:
+            raise NumericsError(
+                f"the loss of rank {', '.join(bad)} was not finite. No weight was changed, since it was found before the "
+                "backward; resume from the last checkpoint with a lower optimizer.lr, or look at the data of that step"
+            )
 
     def _add(self, values: Sequence[Tensor]) -> Tensor:
         """Their sum; 0 if there are none."""

@@ -15,12 +15,19 @@ class Guard:
     Args:
         device: where losses and gradient norms live.
         world_size: number of ranks.
+        in_backward: whether parameters are updated in the backward, where a bad gradient masks its own update alone.
     """
 
-    def __init__(self, device: torch.device, world_size: int) -> None:
+    def __init__(self, device: torch.device, world_size: int, *, in_backward: bool = False) -> None:
+        self._in_backward = in_backward
         self._bad = torch.zeros((), dtype=torch.float32, device=device)
         self._report = torch.zeros(3 + world_size, dtype=torch.float64, device=device)
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def bad(self) -> Tensor:
+        """Scalar float32: 1 once a step was bad, else 0."""
+        return self._bad
 
     def update(
         self, step: int, loss: Tensor, grad_norm: Tensor, nonfinite_by_rank: Tensor
@@ -77,9 +84,14 @@ class Guard:
             if ranks
             else "every rank's loss was finite, so the gradient overflowed in the backward"
         )
+        changed = (
+            "Weights whose gradients were complete before may have been updated in this step, and nothing was saved from it"
+            if self._in_backward
+            else "No weight was changed by this step or after it"
+        )
         raise NumericsError(
-            f"step {step:.0f}: loss={loss:g}, grad_norm={grad_norm:g}; {origin}. No weight was changed by this "
-            "step or after it; resume from the last checkpoint with a lower optimizer.lr or a smaller "
+            f"step {step:.0f}: loss={loss:g}, grad_norm={grad_norm:g}; {origin}. {changed}; "
+            "resume from the last checkpoint with a lower optimizer.lr or a smaller "
             "training.max_grad_norm, or look at the data of that step"
         )
 

@@ -20,11 +20,13 @@ from torchtitan.parallel.shared_parameters import SharedParameters
 from torchtitan.training.engine import Engine
 
 
-def make_engine(model: Model, objective: Objective, mesh: Mesh) -> Engine:
-    """The engine for a model: of a pipeline if it is cut into stages."""
+def make_engine(
+    model: Model, objective: Objective, mesh: Mesh, *, refuse_bad_loss: bool = False
+) -> Engine:
+    """The engine for a model: of a pipeline if it is cut into stages; ``refuse_bad_loss`` as for `Engine`."""
     if isinstance(model, ModelParts):
         return PipelineEngine(model, objective, mesh)
-    return Engine(model, objective, mesh)
+    return Engine(model, objective, mesh, refuse_bad_loss=refuse_bad_loss)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.optim.clipping import ClipBy
 
 
 class Training(Configurable):
@@ -29,13 +30,18 @@ class Training(Configurable):
         the most of which there is one micro-batch for each stage."""
         max_grad_norm: float | None = 1.0
         """Largest gradient norm; a longer gradient is scaled down to it. None means no clipping."""
+        clip_by: ClipBy = "all"
+        """Whose norm `max_grad_norm` bounds: that of all gradients together, or of each parameter's on its own."""
         seed: int = 0
         """Of weights, data order and dropout."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
         """Where to train; auto means a GPU if there is one."""
         compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        """Type of matmuls and activations; parameters, gradients' sums and optimizer state are float32. auto means
-        bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slower."""
+        """Type of matmuls and activations. auto means bfloat16 on a GPU and float32 on a CPU, where bfloat16 is
+        slower."""
+        parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+        """Type of the parameters between steps, and of their gradients after the reduction over ranks, which is in
+        float32. There is no second copy: bfloat16 parameters are updated in float32 and rounded stochastically."""
         deterministic: bool = False
         """Refuse GPU kernels whose result differs from run to run (a CPU run always repeats bit for bit)."""
         gc_every_n_steps: int = 50

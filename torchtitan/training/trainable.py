@@ -8,6 +8,7 @@ from torchtitan.models.model import Model
 from torchtitan.objectives.objective import Objective
 from torchtitan.optim.optimizer import Optimizer
 from torchtitan.optim.schedule import Schedule
+from torchtitan.optim.updates import Updates
 from torchtitan.training.engine import Engine
 
 
@@ -19,6 +20,7 @@ class Trainable:
         model: parallelized; its parameters are this rank's shards.
         objective: what a batch costs.
         optimizer: of the model's parameters.
+        updates: when the optimizer moves which parameters.
         schedule: of the optimizer's rate.
         engine: forward and backward of a step.
     """
@@ -26,6 +28,7 @@ class Trainable:
     model: Model
     objective: Objective
     optimizer: Optimizer
+    updates: Updates
     schedule: Schedule
     engine: Engine
 

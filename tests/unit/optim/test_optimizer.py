@@ -74,10 +74,7 @@ def test_groups_by_pattern():
     optimizer = config.build(module.named_parameters())
     assert optimizer.set_lr_factor(0.5) == pytest.approx(0.05)
     found = {
-        name: (group["lr"], group["weight_decay"])
-        for group in optimizer.inner.param_groups
-        for name, p in module.named_parameters()
-        if any(p is q for q in group["params"])
+        slot.name: (slot.group.lr, slot.group.weight_decay) for slot in optimizer.slots.values()
     }
     assert found == {
         "a.weight": (pytest.approx(0.05), 0.5),

@@ -17,6 +17,7 @@ from torchtitan.models.layers.mask import Mask
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.plan import COLWISE, HEADS, ROWWISE, WHOLE_INPUT, Cut
 from torchtitan.models.layers.rope import apply_rope
+from torchtitan.models.layers.tape import Op, Place, Tape, Value
 from torchtitan.ops.document_attention import document_attention
 
 
@@ -207,6 +208,64 @@ class GQA(nn.Module, Configurable):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         out = self.inner(q, k, v, mask.windowed(self.window))  # (B, S, H/tp, Dh)
         return self.out_proj(out.flatten(2))  # (B, S, D)
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """See `Recorded`; a flash kernel keeps q, k, v, its output and the softmax's norm, 4 bytes a query and head."""
+        tp = tape.place.tp
+        x = tape.gather_stream(x)
+        q, k, v = (
+            tape.linear(x, m.out_features // tp, weight_numel=m.weight.numel() // tp)
+            for m in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._record_head_norm(tape, q), self._record_head_norm(tape, k)
+        q, k = self._record_rope(tape, q), self._record_rope(tape, k)
+        out = Value(q.tokens, q.features, q.itemsize)
+        gathered = tape.place.cp * (k.nbytes + v.nbytes) if tape.place.cp > 1 else 0
+        tape.ops.append(
+            Op(
+                "attention",
+                (q, k, v),
+                out,
+                saves=(q, k, v, out),
+                keeps=4 * q.tokens * q.features // self.head_dim
+                + self._mask_bytes(tape.place, out),
+                scratch=gathered,
+                backward_scratch=2 * gathered,
+            )
+        )
+        numel = self.out_proj.weight.numel() // tp
+        return tape.sum_stream(tape.linear(out, self.out_proj.out_features, weight_numel=numel))
+
+    @staticmethod
+    def _mask_bytes(place: Place, out: Value) -> int:
+        """What packed documents cost: on a GPU the mask as an additive bias, on a CPU a copy of the documents' outputs."""
+        if not place.packed or place.cp > 1:  # context parallel computes in pieces without a mask
+            return 0
+        return place.rows * place.seq_len**2 * out.itemsize if place.gpu else out.nbytes
+
+    def _record_head_norm(self, tape: Tape, x: Value) -> Value:
+        """Record `q_norm` or `k_norm`: each head is a row of its own."""
+        heads = Value(x.tokens * x.features // self.head_dim, self.head_dim, x.itemsize)
+        norm = self.q_norm
+        if norm is None:
+            raise ValueError("a layer without qk_norm has no head norm to record")
+        scratch = Tape(tape.place)
+        norm.record(scratch, heads)
+        (op,) = scratch.ops
+        return tape.elementwise(
+            x,
+            saves=bool(op.saves),
+            keeps=op.keeps,
+            scratch=op.scratch,
+            backward_scratch=op.backward_scratch,
+            weights=op.weights,
+        )
+
+    def _record_rope(self, tape: Tape, x: Value) -> Value:
+        """Record `apply_rope`, which computes in float32 and keeps nothing of its own."""
+        float32 = 4 * x.tokens * x.features
+        return tape.elementwise(x, saves=False, scratch=4 * float32, backward_scratch=3 * float32)
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has whole heads, and the whole sequence."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.plan import COLWISE, ROWWISE, WHOLE_INPUT, Cut
+from torchtitan.models.layers.tape import Tape, Value
 
 
 class FeedForward(nn.Module, Configurable):
@@ -92,6 +93,16 @@ class SwiGLU(FeedForward):
         """``(B, S, D) -> (B, S, D)``."""
         gated = F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)  # (B, S, F/tp)
         return self.down_proj(gated)  # (B, S, D)
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """See `Recorded`."""
+        tp = tape.place.tp
+        width, numel = self.gate_proj.out_features // tp, self.gate_proj.weight.numel() // tp
+        x = tape.gather_stream(x)
+        gate = tape.elementwise(tape.linear(x, width, weight_numel=numel))  # silu
+        gated = tape.multiply(gate, tape.linear(x, width, weight_numel=numel))
+        out = tape.linear(gated, self.down_proj.out_features, weight_numel=numel)
+        return tape.sum_stream(out)
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has a part of the hidden layer."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.init import Initializer
 from torchtitan.models.layers.plan import VOCABULARY_OUT, Cut
+from torchtitan.models.layers.tape import Place
 from torchtitan.ops.chunked_head import Accumulation, cap
 from torchtitan.ops.linear_cross_entropy import WeightGradient, linear_cross_entropy
 from torchtitan.ops.linear_distillation import Divergence, linear_distillation
@@ -170,6 +171,25 @@ class Head(nn.Module, Configurable):
     def _logits(self, hidden_states: Tensor) -> Tensor:
         logits = cap((hidden_states @ self.weight.t()).float(), self.config.softcap)
         return logits if self.vocabulary is None else self.vocabulary.gather(logits)
+
+    def loss_bytes(self, place: Place) -> tuple[int, int]:
+        """Most bytes that the fused loss adds in its forward, and in its backward, with all tokens counted.
+
+        The forward has the gradients so far and a chunk's logits, while those of the chunk before are still there. The
+        backward scales both gradients into the type of their tensors.
+        """
+        n_entries, dim = self.weight.shape
+        n_entries, b = -(-n_entries // place.tp), place.itemsize
+        weight, states = n_entries * dim, place.tokens * dim * b
+        chunk = min(self.chunk_tokens, place.tokens) * n_entries
+        logits = (4 if b == 4 else 4 + b) * chunk
+        before = logits if place.tokens > self.chunk_tokens else 0
+        gradients = 4 * weight + states
+        if b == 4:
+            return gradients + before + logits, gradients + 4 * weight + states
+        # Then the weight's part of a chunk, in the type of the matmul.
+        forward = max(before + logits, logits + b * weight)
+        return gradients + forward, gradients + (4 + b) * weight + states
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has a part of the vocabulary, and computes its logits only."""

@@ -16,6 +16,7 @@ from torchtitan.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan.models.layers.participant import Reading
 from torchtitan.models.layers.plan import EXPERTS, SEQUENCE, Cut
 from torchtitan.models.layers.router import Router
+from torchtitan.models.layers.tape import Op, Tape, Value
 from torchtitan.ops.grouped_matmul import ALIGNMENT
 
 
@@ -152,6 +153,49 @@ class MoE(FeedForward):
         loss = (probabilities.detach() * costs).sum(dtype=torch.float64)
         gradient = (costs / self._normalizer).expand_as(probabilities)
         return contribute(out, self._ledger, torch.cat((sums, loss[None])), probabilities, gradient)
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """See `Recorded`; every expert gets as many tokens as every other."""
+        dim, b, top_k = x.features, x.itemsize, self.config.router.top_k
+        slots = x.tokens * top_k
+        weights = self._record_router(tape, x)
+        rows = Value(slots, dim, b)
+        indices = 8 * 4 * slots  # order, inverse and what they are made of
+        tape.ops.append(Op("other", (x,), rows, keeps=indices, backward_scratch=rows.nbytes))
+        numel = self.experts.gate_proj.weight.numel() // tape.place.ep
+        if tape.place.ep > 1:  # there, and sorted by expert
+            rows = tape.exchange(tape.exchange(rows))
+        gate = tape.elementwise(tape.linear(rows, self.config.ffn_dim, weight_numel=numel))
+        up = tape.linear(rows, self.config.ffn_dim, weight_numel=numel)
+        done = tape.linear(tape.multiply(gate, up), dim, weight_numel=numel)
+        if tape.place.ep > 1:
+            done = tape.exchange(tape.exchange(done))
+        done = tape.elementwise(done, saves=False)  # in the order of the tokens
+        out = Value(x.tokens, dim, b)
+        tape.ops.append(Op("matmul", (done, weights), out, saves=(done,), keeps=b * slots))
+        return out if self.shared is None else tape.add(out, self.shared.record(tape, x))
+
+    def _record_router(self, tape: Tape, x: Value) -> Value:
+        """Record what makes the weights of each token's experts, in float32."""
+        n_experts, top_k = self.config.n_experts, self.config.router.top_k
+        scores, states = 4 * x.tokens * n_experts, 4 * x.tokens * x.features
+        copied = x.itemsize != 4
+        out = Value(x.tokens, top_k, 4)
+        tape.ops.append(
+            Op(
+                "matmul",
+                (x,),
+                out,
+                saves=() if copied else (x,),
+                keeps=scores
+                + 24 * x.tokens * top_k
+                + copied * (states + 4 * n_experts * x.features),
+                scratch=2 * scores,
+                backward_scratch=2 * scores + copied * states,
+                weights=n_experts * x.features * x.itemsize,
+            )
+        )
+        return out
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank routes its part of the residual stream's tokens."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.init import Initializer
+from torchtitan.models.layers.tape import Tape, Value
 
 
 class RMSNorm(nn.RMSNorm, Configurable):
@@ -36,3 +37,16 @@ class RMSNorm(nn.RMSNorm, Configurable):
     def initializers(self) -> dict[str, Initializer]:
         """See `HasInitializers`."""
         return {"weight": Initializer(mean=1.0)}
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """See `Recorded`: fused it keeps its input and a number a token; on a CPU, float32 copies of it."""
+        float32 = x.tokens * x.features * 4
+        copies = 0 if x.itemsize == 4 else float32
+        return tape.elementwise(
+            x,
+            saves=tape.place.gpu or not copies,
+            keeps=4 * x.tokens if tape.place.gpu else float32 + copies + 4 * x.tokens,
+            scratch=0 if tape.place.gpu else float32,
+            backward_scratch=0 if tape.place.gpu else 3 * float32,
+            weights=x.features * x.itemsize,
+        )
