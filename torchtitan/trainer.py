@@ -330,7 +330,7 @@ class Trainer(Configurable):
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
         policy.updates.begin(self.guard.bad)
-        loss = policy.engine.forward_backward(microbatches, totals)
+        loss = policy.engine.forward_backward(microbatches, totals, self.step + 1)
         grad_norm = policy.updates.clip()
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         policy.updates.finish(skip)  # nothing is left to do after updates in the backward
