@@ -126,6 +126,14 @@ class Trainer(Configurable):
                     "is the compiler's work, but compile.enabled=False",
                     "set compile.enabled=True, or async_tp=False",
                 )
+            on_cpu = not torch.cuda.is_available() or self.training.device == "cpu"
+            if self.optimizer.offload and on_cpu:
+                yield Problem(
+                    "optimizer.offload",
+                    True,
+                    f"but training.device={self.training.device} trains in host memory anyway",
+                    "set optimizer.offload=False",
+                )
             for problem in self.schedule.check_lengths(self.training.steps):
                 yield Problem(
                     f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy

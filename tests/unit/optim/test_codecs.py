@@ -55,8 +55,8 @@ def test_the_dynamic_map_has_the_papers_numbers():
     assert signed[128].item() == pytest.approx(5.5e-7)
     assert unsigned[1].item() == pytest.approx(3.25e-7)
     assert unsigned[-2].item() == pytest.approx(0.99648437)
+    positive = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875]
     assert dynamic_map(exponents=3, signed=True).tolist() == pytest.approx(
-        [-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0]
-        + [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1]
+        [*(-n for n in reversed(positive)), 0, *positive, 1]
     )
     assert 0 not in numbers_of(make_codec("int4", signed=False, device=CPU))
