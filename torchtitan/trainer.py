@@ -138,6 +138,14 @@ class Trainer(Configurable):
                     f"compile.backend={self.compile.backend}",
                     "set compile.enabled=True and backend inductor or aot_eager, or mode full or selective",
                 )
+            on_cpu = not torch.cuda.is_available() or self.training.device == "cpu"
+            if self.optimizer.offload and on_cpu:
+                yield Problem(
+                    "optimizer.offload",
+                    True,
+                    f"but training.device={self.training.device} trains in host memory anyway",
+                    "set optimizer.offload=False",
+                )
             for problem in self.schedule.check_lengths(self.training.steps):
                 yield Problem(
                     f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy
@@ -363,7 +371,7 @@ class Trainer(Configurable):
         totals = policy.engine.totals(microbatches)  # global counts; stay on the device
         lr = policy.optimizer.set_lr_factor(policy.schedule.factor(self.step))
         policy.updates.begin(self.guard.bad)
-        loss = policy.engine.forward_backward(microbatches, totals)
+        loss = policy.engine.forward_backward(microbatches, totals, self.step + 1)
         grad_norm = policy.updates.clip()
         skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
         policy.updates.finish(skip)  # nothing is left to do after updates in the backward

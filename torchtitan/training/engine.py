@@ -45,6 +45,7 @@ class Engine:
         self, model: Model, objective: Objective, mesh: Mesh, *, refuse_bad_loss: bool = False
     ) -> None:
         self._refuse_bad_loss = refuse_bad_loss
+        self._step_number = 0
         self.model = model
         self.objective = objective
         self.mesh = mesh
@@ -60,9 +61,19 @@ class Engine:
         return dict(zip(names, summed.clamp(min=1).float().unbind(), strict=True))
 
     def forward_backward(
-        self, microbatches: Sequence[Batch], totals: dict[str, Tensor]
+        self, microbatches: Sequence[Batch], totals: dict[str, Tensor], step: int = 0
     ) -> StepLoss:
-        """Add the gradients of the step's total loss to the parameters; they are complete when this returns."""
+        """Add the gradients of the step's total loss to the parameters; they are complete when this returns.
+
+        Args:
+            microbatches: of the step, on this rank.
+            totals: from `totals`.
+            step: its number, for the text of an error.
+
+        Raises:
+            NumericsError: with ``refuse_bad_loss``, on all ranks, if the loss of one is not finite.
+        """
+        self._step_number = step
         context = Context(totals=totals)
         self.participants.before_step(totals[self.objective.main_loss])
         return self.reduce(self.accumulate(microbatches, context), totals)
@@ -143,7 +154,7 @@ class Engine:
         bad = [str(rank) for rank, flag in enumerate(by_rank) if flag]
         if bad:
             raise NumericsError(
-                f"the loss of rank {', '.join(bad)} was not finite. No weight was changed, since it was found before the "
+                f"step {self._step_number}: the loss of rank {', '.join(bad)} was not finite. No weight was changed, since it was found before the "
                 "backward; resume from the last checkpoint with a lower optimizer.lr, or look at the data of that step"
             )
 

@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from torchtitan.errors import ConfigError
+from torchtitan.optim.muon import Muon
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.param_groups import ParamGroup
+from torchtitan.optim.sgd import SGD
 
 
 def model():
@@ -95,3 +97,89 @@ def test_checks():
     assert [p.path for p in problems] == ["lr", "weight_decay", "betas", "eps"]
     group = ParamGroup.Config(pattern="x", lr_scale=-1.0, weight_decay=-1.0)
     assert [p.path for p in group.check()] == ["lr_scale", "weight_decay"]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs_with_decoupled_decay(momentum, nesterov):
+    nesterov = nesterov and momentum > 0
+    ours, theirs = model(), model()
+    config = SGD.Config(lr=0.1, weight_decay=0.3, momentum=momentum, nesterov=nesterov)
+    optimizer = config.build(ours.named_parameters())
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum, nesterov=nesterov)
+    for step in range(3):
+        set_grads(ours, step + 1.0)
+        set_grads(theirs, step + 1.0)
+        optimizer.step(torch.zeros(()))
+        with torch.no_grad():
+            for p in theirs.parameters():
+                p.mul_(1 - 0.1 * (0.3 if p.ndim > 1 else 0))
+        reference.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+    problems = [*SGD.Config(momentum=1.0).check(), *SGD.Config(momentum=0.0, nesterov=True).check()]
+    assert [str(p) for p in problems] == [
+        "momentum=1.0: is not in [0, 1); set one such as 0.9",
+        "nesterov=True: needs momentum, which is 0; set momentum=0.9",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8", "int4", "float8"])
+@pytest.mark.parametrize("kind", [AdamW, SGD, Muon])
+def test_a_skipped_step_changes_nothing_however_state_is_stored(kind, state_dtype, dtype):
+    module = nn.Linear(64, 64).to(dtype)
+    optimizer = kind.Config(lr=0.1, state_dtype=state_dtype).build(module.named_parameters())
+    set_grads(module)
+    optimizer.step(torch.zeros(()))
+    tensors = [*module.named_parameters(), *optimizer.state_tensors().items()]
+    before = {n: t.detach().clone() for n, t in tensors}
+    set_grads(module, float("nan"))
+    optimizer.step(torch.ones(()))
+    for name, tensor in tensors:
+        assert torch.equal(tensor, before[name]), name
+
+
+def descend(config, steps=60):
+    """Loss of a linear regression after ``steps``."""
+    g = torch.Generator().manual_seed(0)
+    truth, inputs = torch.randn(64, 64, generator=g), torch.randn(256, 64, generator=g)
+    module = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(module.weight)
+    optimizer = config.build(module.named_parameters())
+    for _ in range(steps):
+        loss = (module(inputs) - inputs @ truth.T).square().mean()
+        loss.backward()
+        optimizer.step(torch.zeros(()))
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "int4", "float8"])
+def test_low_bit_state_descends_like_float32(state_dtype):
+    start, full = descend(AdamW.Config(), 1), descend(AdamW.Config(lr=0.05))
+    assert full < start / 50
+    assert descend(AdamW.Config(lr=0.05, state_dtype=state_dtype)) < max(1.5 * full, start / 50)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_200_updates_of_1e_4_move_bfloat16_weights_as_float32_ones(rounding, monkeypatch):
+    if rounding == "nearest":  # the test can fail: this is what stochastic rounding is for
+        monkeypatch.setattr(
+            "torchtitan.optim.optimizer.stochastic_round", lambda values, _: values.bfloat16()
+        )
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    moved = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        parameter = nn.Parameter(weight.to(dtype))
+        config = SGD.Config(lr=1e-4, momentum=0.0, weight_decay=0.0)
+        optimizer = config.build([("w", parameter)])
+        for _ in range(200):
+            parameter.grad = -parameter.detach().clone()  # each update is 1e-4 of the weight
+            optimizer.step(torch.zeros(()))
+        moved[dtype] = (parameter.detach().double() / weight.double() - 1).mean().item()
+    assert moved[torch.float32] == pytest.approx(0.0202, rel=1e-2)
+    if rounding == "nearest":
+        assert moved[torch.bfloat16] == 0
+    else:
+        assert moved[torch.bfloat16] == pytest.approx(moved[torch.float32], rel=0.05)
