@@ -95,17 +95,10 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 
 
 def tokenizer(folder, template="jinja"):
-    """The bundled tokenizer with ChatML's tokens, as a folder of the old or the new kind."""
+    """The bundled tokenizer, which has ChatML's tokens, as a folder of the old or the new kind."""
     folder.mkdir()
-    data = read_json(BUNDLED)
-    end = max(Tokenizer.Config().build().vocab.values()) + 1
-    for i, name in enumerate(("<|im_start|>", "<|im_end|>")):
-        data["added_tokens"].append({
-            "id": end + i, "content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
-            "single_word": False,
-        })  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(data))
-    settings = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer.json").write_bytes(BUNDLED.read_bytes())
+    settings = {"eos_token": {"content": "<|end_of_text|>"}, "pad_token": "<|end_of_text|>"}
     if template == "jinja":
         (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     elif template == "old":
@@ -116,7 +109,7 @@ def tokenizer(folder, template="jinja"):
             {"name": "tool_use", "template": "{{ tools }}"},
         ]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder, end + 1
+    return folder, Tokenizer.Config().build().vocab["<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", ["jinja", "old", "named"])
