@@ -159,8 +159,8 @@ class Tokenizer(Configurable):
         return encoding.ids, [start - removed[start] for start in starts]
 
     def name(self, token_id: int) -> str:
-        """The vocabulary's name of a token."""
-        return self._tokenizer.id_to_token(token_id)
+        """The vocabulary's name of a token; one outside of it is named by its id."""
+        return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
     def fingerprint(self) -> str:
         """Equal for tokenizers that give the same ids."""

@@ -5,6 +5,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan.models.layers.linear import Linear
 from torchtitan.models.layers.moe import MoE
 from torchtitan.models.model import ParameterCounts
 from torchtitan.planner.devices import NETWORK_GB_PER_S, NODE_RANKS, Device
@@ -160,11 +161,10 @@ def _context(run: Setup, config: Trainer.Config) -> float:
     cp, place = run.degrees.cp, run.place
     if cp == 1:
         return 0.0
-    sent = 0.0
+    sent = 0
     for stage in run.stages:
         for name, module in stage.model.named_modules():
-            if name.endswith(("k_proj", "v_proj")):
-                width = module.weight.shape[0] // place.tp  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue] - a Linear
-                sent += place.tokens * width * place.itemsize * (cp - 1)
+            if isinstance(module, Linear) and name.endswith(("k_proj", "v_proj")):
+                sent += place.tokens * module.out_features // place.tp * place.itemsize * (cp - 1)
     again = config.activation_checkpointing.mode == "full"
     return run.micro_batches * (3 + again) * sent

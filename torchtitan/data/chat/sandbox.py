@@ -26,6 +26,7 @@ MAX_CHARACTERS = 1 << 22
 """Of a rendered conversation, and of any value on the way to it."""
 RENDER_SECONDS = 10.0
 _MAX_NUMBER = 1 << 20  # as an argument: of center(), ljust(), indent() and the like
+_MAX_EXPONENT = 64
 _WIDE_FORMAT = re.compile(r"\d{6,}|\*")
 
 SPAN_START, SPAN_END = "\ufdd0", "\ufdd1"
@@ -118,7 +119,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.tick()
         if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
             raise TemplateError("it formats a number to a great width")
-        if operator == "**" and not (abs(left) <= _MAX_NUMBER and abs(right) <= 64):
+        if operator == "**" and not (_within(left, _MAX_NUMBER) and _within(right, _MAX_EXPONENT)):
             raise TemplateError("it takes a power that is too large")
         if operator == "*" and _product(left, right) > MAX_CHARACTERS:
             raise TemplateError(f"it makes a value of more than {MAX_CHARACTERS} characters")
@@ -189,13 +190,13 @@ class _Watched(NodeTransformer):
         self.generic_visit(node)
         tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
         node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
-        node.body[0].set_environment(node.environment)
+        node.body[0].set_environment(node.environment)  # pyright: ignore[reportArgumentType] - the parser has set it
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - so in jinja2
         self.generic_visit(node)
         call = nodes.Call(nodes.EnvironmentAttribute("concatenate"), node.nodes, [], None, None)
-        return call.set_lineno(node.lineno).set_environment(node.environment)
+        return call.set_lineno(node.lineno).set_environment(node.environment)  # pyright: ignore[reportArgumentType] - likewise
 
 
 def _size(value: Any) -> int:
@@ -212,6 +213,11 @@ def _size(value: Any) -> int:
             waiting += item
         total += len(item) + 1 if isinstance(item, str) else 1
     return total
+
+
+def _within(value: Any, limit: int) -> bool:
+    """Whether it is a number of no more than ``limit``, with either sign."""
+    return isinstance(value, int | float) and abs(value) <= limit
 
 
 def _product(left: Any, right: Any) -> int:
