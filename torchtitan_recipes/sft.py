@@ -154,6 +154,70 @@ def mistral_7b_sft() -> Trainer.Config:
     return _sft(mistral("7b"), hub_name=name, data="alpaca", lr=5e-6, steps=300)
 
 
+def llama3_3_70b_full_h100x8() -> Trainer.Config:
+    """Llama 3.3 70B Instruct on SlimOrca, all weights, on 8 H100 with 80 GB."""
+    name = "meta-llama/Llama-3.3-70B-Instruct"
+    config = _sft(
+        llama3("70b"),
+        hub_name=name,
+        data="slim_orca",
+        lr=1e-5,
+        steps=2000,
+        seq_len=8192,
+        global_batch_rows=8,
+    )
+    return _lean(config)
+
+
+def llama3_1_8b_full_x1() -> Trainer.Config:
+    """Llama 3.1 8B Instruct on Alpaca, all weights, on one GPU with 48 GB or more."""
+    return _one_gpu(llama3("8b"), "meta-llama/Llama-3.1-8B-Instruct", rows=1)
+
+
+def qwen3_8b_full_x1() -> Trainer.Config:
+    """Qwen3-8B on Alpaca, all weights, on one GPU with 48 GB or more."""
+    return _one_gpu(qwen3("8b"), "Qwen/Qwen3-8B", rows=1)
+
+
+def qwen3_1_7b_full_x1() -> Trainer.Config:
+    """Qwen3-1.7B on Alpaca, all weights, on one GPU with 24 GB or more."""
+    return _one_gpu(qwen3("1.7b"), "Qwen/Qwen3-1.7B", rows=2)
+
+
+def qwen3_0_6b_full_x1() -> Trainer.Config:
+    """Qwen3-0.6B on Alpaca, all weights, on one GPU with 12 GB or more."""
+    return _one_gpu(qwen3("0.6b"), "Qwen/Qwen3-0.6B", rows=2)
+
+
+def _one_gpu(model: Model.Config, hub_name: str, *, rows: int) -> Trainer.Config:
+    config = _sft(
+        model,
+        hub_name=hub_name,
+        data="alpaca",
+        lr=1e-5,
+        steps=1000,
+        seq_len=4096,
+        global_batch_rows=rows,
+    )
+    return _lean(config)
+
+
+def _lean(config: Trainer.Config) -> Trainer.Config:
+    """Save memory wherever that costs little: `docs/planner.md` has what each measure saves.
+
+    Weights in bfloat16 (rounded stochastically), two states of 8 bits, each parameter updated and its gradient freed in
+    the backward, activations computed again. That leaves one micro-batch a step, and clipping by parameter.
+    """
+    config.optimizer = AdamW.Config(
+        lr=config.optimizer.lr, weight_decay=0.0, state_dtype="int8", in_backward=True
+    )
+    config.training.parameter_dtype = "bfloat16"
+    config.training.clip_by = "parameter"
+    config.training.micro_batch_rows = None
+    config.activation_checkpointing.mode = "full"
+    return config
+
+
 def _debug(model: Model.Config) -> Trainer.Config:
     """A debug model on the embedded questions, with the bundled tokenizer: no download, minutes on a CPU."""
     train, _ = _docstrings()

@@ -8,7 +8,6 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama3.sizes import llama3
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.schedule import Schedule
-from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import Pipeline
@@ -90,39 +89,6 @@ def llama3_405b() -> Trainer.Config:
     config.parallelism.pipeline = Pipeline.Config(schedule="Interleaved1F1B", stages_per_rank=2)
     config.activation_checkpointing.mode = "full"
     return config
-
-
-def llama3_3_70b_full_h100x8() -> Trainer.Config:
-    """Full fine-tuning of Llama 3.3 70B on 8 H100 with 80 GB: bfloat16, 8-bit AdamW in the backward, recomputation."""
-    return _full_fine_tune("70b", "Llama-3.3-70B-Instruct", seq_len=8192, global_batch_rows=8)
-
-
-def llama3_1_8b_full_x1() -> Trainer.Config:
-    """Full fine-tuning of Llama 3.1 8B on one GPU with 48 GB or more."""
-    return _full_fine_tune("8b", "Llama-3.1-8B-Instruct", seq_len=4096, global_batch_rows=1)
-
-
-def _full_fine_tune(
-    size: str, hub_name: str, *, seq_len: int, global_batch_rows: int
-) -> Trainer.Config:
-    """All weights, in bfloat16, with what makes them fit: see docs/planner.md. Set `data` to your own."""
-    c4 = HuggingFace.Config(name="allenai/c4", subset="en", streaming=True)
-    return Trainer.Config(
-        model=llama3(size),
-        tokenizer=Tokenizer.Config(path=f"meta-llama/{hub_name}"),
-        data=Loader.Config(sources=[c4], n_workers=2),
-        optimizer=AdamW.Config(lr=1e-5, weight_decay=0.0, state_dtype="int8", in_backward=True),
-        schedule=Schedule.Config(warmup_steps=30, min_factor=0.1),
-        training=Training.Config(
-            steps=1000,
-            seq_len=seq_len,
-            global_batch_rows=global_batch_rows,
-            parameter_dtype="bfloat16",
-            clip_by="parameter",
-        ),
-        activation_checkpointing=ActivationCheckpointing.Config(mode="full"),
-        checkpoint=Checkpointer.Config(initial_load=f"meta-llama/{hub_name}"),
-    )
 
 
 def _pretraining(

@@ -8,7 +8,6 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.qwen3.sizes import qwen3
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.schedule import Schedule
-from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.trainer import Trainer
 from torchtitan.training.settings import Training
 from torchtitan.training.validation import Validation
@@ -68,43 +67,6 @@ def qwen3_235b_a22b() -> Trainer.Config:
     config.parallelism.ep = 8
     config.activation_checkpointing.mode = "full"
     return config
-
-
-def qwen3_8b_full_x1() -> Trainer.Config:
-    """Full fine-tuning of Qwen3-8B on one GPU with 48 GB or more."""
-    return _full_fine_tune("8b", global_batch_rows=1)
-
-
-def qwen3_1_7b_full_x1() -> Trainer.Config:
-    """Full fine-tuning of Qwen3-1.7B on one GPU with 24 GB or more."""
-    return _full_fine_tune("1.7b", global_batch_rows=2)
-
-
-def qwen3_0_6b_full_x1() -> Trainer.Config:
-    """Full fine-tuning of Qwen3-0.6B on one GPU with 12 GB or more."""
-    return _full_fine_tune("0.6b", global_batch_rows=2)
-
-
-def _full_fine_tune(size: str, *, global_batch_rows: int) -> Trainer.Config:
-    """All weights, in bfloat16, with what makes them fit: see docs/planner.md. Set `data` to your own."""
-    c4 = HuggingFace.Config(name="allenai/c4", subset="en", streaming=True)
-    hub_name = f"Qwen/Qwen3-{size.upper()}"
-    return Trainer.Config(
-        model=qwen3(size),
-        tokenizer=Tokenizer.Config(path=hub_name, eos_token="<|endoftext|>"),
-        data=Loader.Config(sources=[c4], n_workers=2),
-        optimizer=AdamW.Config(lr=1e-5, weight_decay=0.0, state_dtype="int8", in_backward=True),
-        schedule=Schedule.Config(warmup_steps=30, min_factor=0.1),
-        training=Training.Config(
-            steps=1000,
-            seq_len=4096,
-            global_batch_rows=global_batch_rows,
-            parameter_dtype="bfloat16",
-            clip_by="parameter",
-        ),
-        activation_checkpointing=ActivationCheckpointing.Config(mode="full"),
-        checkpoint=Checkpointer.Config(initial_load=hub_name),
-    )
 
 
 def _debug(size: str) -> Trainer.Config:

@@ -12,7 +12,15 @@ def run(capsys, *arguments):
 
 
 def test_the_70b_recipe_fits(capsys):
-    code, out, _ = run(capsys, "--config", "llama3_3_70b_full_h100x8", "--ngpu", "8")
+    code, out, _ = run(
+        capsys,
+        "--module",
+        "torchtitan_recipes.sft",
+        "--config",
+        "llama3_3_70b_full_h100x8",
+        "--ngpu",
+        "8",
+    )
     assert code == 0
     for text in (
         "loss",

@@ -12,7 +12,8 @@ from torchtitan.planner.setup import setup
 from torchtitan.planner.tracker import MemoryTracker
 from torchtitan.planner.verify import phases
 from torchtitan.training.feed import to_microbatches
-from torchtitan_recipes.models.llama3 import llama3_3_70b_full_h100x8, llama3_70b
+from torchtitan_recipes.models.llama3 import llama3_70b
+from torchtitan_recipes.sft import llama3_3_70b_full_h100x8
 
 GIB = 2**30
 BF16 = {"compute_dtype": "bfloat16"}
