@@ -17,7 +17,6 @@ from torch import Tensor
 from torchtitan.batch import Batch
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.folder import CheckpointFolder
-from torchtitan.checkpoint.initial import check_initial
 from torchtitan.config import Configurable, Problem, to_dict
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
@@ -33,7 +32,6 @@ from torchtitan.optim.updates import make_updates
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.composition import check_composition
-from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.mesh import Mesh, pick_device
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.traffic import Step
@@ -44,6 +42,7 @@ from torchtitan.training.guard import Guard
 from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
+from torchtitan.training.rules import check_compiled, check_offload, check_updates
 from torchtitan.training.settings import Training
 from torchtitan.training.signals import StopRequest
 from torchtitan.training.trainable import Trainable
@@ -121,46 +120,14 @@ class Trainer(Configurable):
 
         def check(self) -> Iterator[Problem]:
             """Rules that span the parts; see `Configurable.Config.check`."""
-            if self.parallelism.async_tp and not self.compile.enabled:
-                yield Problem(
-                    "parallelism.async_tp",
-                    True,
-                    "is the compiler's work, but compile.enabled=False",
-                    "set compile.enabled=True, or async_tp=False",
-                )
-            if self.activation_checkpointing.mode == "budget" and not (
-                self.compile.enabled and self.compile.backend != "eager"
-            ):
-                yield Problem(
-                    "activation_checkpointing.mode",
-                    "budget",
-                    f"is the compiler's choice, but compile.enabled={self.compile.enabled} and "
-                    f"compile.backend={self.compile.backend}",
-                    "set compile.enabled=True and backend inductor or aot_eager, or mode full or selective",
-                )
-            on_cpu = not torch.cuda.is_available() or self.training.device == "cpu"
-            if self.optimizer.offload and on_cpu:
-                yield Problem(
-                    "optimizer.offload",
-                    True,
-                    f"but training.device={self.training.device} trains in host memory anyway",
-                    "set optimizer.offload=False",
-                )
-            for problem in self.schedule.check_lengths(self.training.steps):
-                yield Problem(
-                    f"schedule.{problem.path}", problem.value, problem.reason, problem.remedy
-                )
-
-            if self.checkpoint.initial_load:
-                for problem in check_initial(self.checkpoint.initial_load, self.model):
-                    yield Problem(
-                        "checkpoint.initial_load", problem.value, problem.reason, problem.remedy
-                    )
-            if self.checkpoint.export:
-                for problem in self.checkpoint.export.check_model(self.model):
-                    yield Problem(
-                        "checkpoint.export", problem.value, problem.reason, problem.remedy
-                    )
+            yield from check_compiled(self.parallelism, self.activation_checkpointing, self.compile)
+            yield from check_offload(self.optimizer, self.training)
+            parts = {
+                "schedule": self.schedule.check_lengths(self.training.steps),
+                "checkpoint": self.checkpoint.check_model(self.model),
+            }
+            for section, problems in parts.items():
+                yield from (p.within(section) for p in problems)
 
         def check_world(self, world_size: int) -> Iterator[Problem]:
             """Rules that need the number of ranks."""
@@ -177,53 +144,8 @@ class Trainer(Configurable):
             if all(section != "parallelism" for _, section in found):
                 degrees = self.parallelism.resolve(world_size)
                 found += [(p, "training") for p in training.check_rows(degrees.data)]
-                found += self._check_in_backward(degrees)
-            for problem, section in found:
-                yield Problem(
-                    f"{section}.{problem.path}", problem.value, problem.reason, problem.remedy
-                )
-
-        def _check_in_backward(self, degrees: Degrees) -> Iterator[tuple[Problem, str]]:
-            """What keeps parameters from being updated in the backward, with the section of each problem."""
-            training = self.training
-            if not self.optimizer.in_backward:
-                return
-            reason = "but with optimizer.in_backward=True "
-            local, micro = training.global_batch_rows // degrees.data, training.micro_batch_rows
-            if degrees.pp > 1:
-                yield (
-                    Problem(
-                        "pp",
-                        degrees.pp,
-                        reason + "each micro-batch of a pipeline would be a step of its own",
-                        "set parallelism.pp=1 (and more dp_shard or tp), or optimizer.in_backward=False",
-                    ),
-                    "parallelism",
-                )
-            elif micro is not None and micro < local:
-                yield (
-                    Problem(
-                        "micro_batch_rows",
-                        micro,
-                        f"makes {local // micro} micro-batches of a rank's {local} rows, {reason}each of them "
-                        "would be a step of its own",
-                        f"set training.micro_batch_rows=None, or training.global_batch_rows={micro * degrees.data} "
-                        "(with a lower optimizer.lr), or optimizer.in_backward=False",
-                    ),
-                    "training",
-                )
-            if training.max_grad_norm is not None and training.clip_by == "all":
-                yield (
-                    Problem(
-                        "max_grad_norm",
-                        training.max_grad_norm,
-                        reason
-                        + "the norm of all gradients is not known before the first of them are used up",
-                        "set training.clip_by=parameter, or training.max_grad_norm=None, or "
-                        "optimizer.in_backward=False",
-                    ),
-                    "training",
-                )
+                found += check_updates(self.optimizer, training, degrees)
+            yield from (problem.within(section) for problem, section in found)
 
         def resolved(self) -> "Trainer.Config":
             """A copy in which what was left to be derived is filled in: the tree that is saved with the run."""

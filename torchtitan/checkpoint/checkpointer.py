@@ -18,7 +18,7 @@ from torchtitan.checkpoint.agreement import Agreement
 from torchtitan.checkpoint.files import HashedFiles
 from torchtitan.checkpoint.folder import CheckpointFolder
 from torchtitan.checkpoint.hugging_face.component import HuggingFaceExport
-from torchtitan.checkpoint.initial import load_initial
+from torchtitan.checkpoint.initial import check_initial, load_initial
 from torchtitan.checkpoint.loading import Match, find_damage, match_tensors
 from torchtitan.checkpoint.manifest import MANIFEST, STATE, DamagedError, Manifest, read_manifest
 from torchtitan.checkpoint.matching import is_rank_name, rank_name
@@ -101,6 +101,15 @@ class Checkpointer(Configurable):
                     f"is no complete checkpoint: it has no {MANIFEST}",
                     "set latest, never, or the path of a step-... folder",
                 )
+
+        def check_model(self, model: Model.Config) -> Iterator[Problem]:
+            """Yield what keeps ``model`` from starting with the weights that are named, or from being exported."""
+            if self.initial_load:
+                for problem in check_initial(self.initial_load, model):
+                    yield problem.within("initial_load")
+            if self.export:
+                for problem in self.export.check_model(model):
+                    yield problem.within("export")
 
         def build(self, *, folder: str | Path) -> "Checkpointer":
             """Make the checkpointer of the run in ``folder``. Collective.

@@ -1,5 +1,6 @@
 """The base of every component: a class with a nested, typed ``Config``."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ class Problem:
     value: Any
     reason: str
     remedy: str
+
+    def within(self, section: str) -> "Problem":
+        """The same problem as seen from the node around ``section``; a path of no field is the section itself."""
+        path = f"{section}.{self.path}" if self.path else section
+        return dataclasses.replace(self, path=path)
 
     def __str__(self) -> str:
         shown = self.value if isinstance(self.value, str) else repr(self.value)

@@ -71,8 +71,8 @@ class Decoder(Model):
                     yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
             if self.init_std <= 0:
                 yield Problem("init_std", self.init_std, "is not positive", "set one such as 0.02")
-            for p in self.feed_forward.check_dim(self.dim):
-                yield Problem(f"feed_forward.{p.path}", p.value, p.reason, p.remedy)
+            for problem in self.feed_forward.check_dim(self.dim):
+                yield problem.within("feed_forward")
             if not 0 <= self.first_k_dense <= self.n_layers:
                 yield Problem(
                     "first_k_dense",
@@ -107,9 +107,7 @@ class Decoder(Model):
             del seq_len
             yield from self._check_tp(degrees)
             for problem in self.attention.check_dealt(degrees.tp, degrees.ulysses):
-                yield Problem(
-                    f"attention.{problem.path}", problem.value, problem.reason, problem.remedy
-                )
+                yield problem.within("attention")
             if degrees.pp > self.n_layers:
                 yield Problem(
                     "n_layers",
@@ -119,8 +117,7 @@ class Decoder(Model):
                 )
             lendable = degrees.dp_shard * degrees.cp * degrees.tp
             for problem in self.feed_forward.check_ep(degrees.ep, lendable):
-                path = f"feed_forward.{problem.path}".removesuffix(".")
-                yield Problem(path, problem.value, problem.reason, problem.remedy)
+                yield problem.within("feed_forward")
 
         def _check_tp(self, degrees: Degrees) -> Iterator[Problem]:
             """Yield what keeps the layers from being divided over the tp ranks."""
@@ -153,8 +150,7 @@ class Decoder(Model):
                     "set a smaller parallelism.tp",
                 )
             for problem in self.feed_forward.check_stream(tp, degrees.sequence_shards):
-                path = f"feed_forward.{problem.path}".removesuffix(".")
-                yield Problem(path, problem.value, problem.reason, problem.remedy)
+                yield problem.within("feed_forward")
 
         def build(self) -> "Decoder":
             """Make the decoder."""

@@ -50,8 +50,8 @@ class MoE(FeedForward):
                 if getattr(self, name) < 1:
                     yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
             if self.n_experts >= 1:
-                for p in self.router.check_experts(self.n_experts):
-                    yield Problem(f"router.{p.path}", p.value, p.reason, p.remedy)
+                for problem in self.router.check_experts(self.n_experts):
+                    yield problem.within("router")
             if self.matmul == "grouped" and self.ffn_dim % ALIGNMENT:
                 yield self._unaligned("ffn_dim", self.ffn_dim)
 

@@ -1,0 +1,89 @@
+"""Rules between the sections of a run's config that no section can check alone."""
+
+from collections.abc import Iterator
+
+import torch
+
+from torchtitan.config.configurable import Problem
+from torchtitan.optim.optimizer import Optimizer
+from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
+from torchtitan.parallel.compile import Compile
+from torchtitan.parallel.degrees import Degrees
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.training.settings import Training
+
+
+def check_compiled(
+    mesh: Mesh.Config, recompute: ActivationCheckpointing.Config, compile: Compile.Config
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that is the compiler's work, if nothing is compiled."""
+    if mesh.async_tp and not compile.enabled:
+        yield Problem(
+            "parallelism.async_tp",
+            True,
+            "is the compiler's work, but compile.enabled=False",
+            "set compile.enabled=True, or async_tp=False",
+        )
+    if recompute.mode == "budget" and not (compile.enabled and compile.backend != "eager"):
+        yield Problem(
+            "activation_checkpointing.mode",
+            "budget",
+            f"is the compiler's choice, but compile.enabled={compile.enabled} and compile.backend={compile.backend}",
+            "set compile.enabled=True and backend inductor or aot_eager, or mode full or selective",
+        )
+
+
+def check_offload(optimizer: Optimizer.Config, training: Training.Config) -> Iterator[Problem]:
+    """Yield a problem if there is no other memory to move the optimizer's state to."""
+    on_cpu = not torch.cuda.is_available() or training.device == "cpu"
+    if optimizer.offload and on_cpu:
+        yield Problem(
+            "optimizer.offload",
+            True,
+            f"but training.device={training.device} trains in host memory anyway",
+            "set optimizer.offload=False",
+        )
+
+
+def check_updates(
+    optimizer: Optimizer.Config, training: Training.Config, degrees: Degrees
+) -> Iterator[tuple[Problem, str]]:
+    """What keeps parameters from being updated in the backward, with the section of each problem."""
+    if not optimizer.in_backward:
+        return
+    reason = "but with optimizer.in_backward=True "
+    local, micro = training.global_batch_rows // degrees.data, training.micro_batch_rows
+    if degrees.pp > 1:
+        yield (
+            Problem(
+                "pp",
+                degrees.pp,
+                reason + "each micro-batch of a pipeline would be a step of its own",
+                "set parallelism.pp=1 (and more dp_shard or tp), or optimizer.in_backward=False",
+            ),
+            "parallelism",
+        )
+    elif micro is not None and micro < local:
+        yield (
+            Problem(
+                "micro_batch_rows",
+                micro,
+                f"makes {local // micro} micro-batches of a rank's {local} rows, {reason}each of them "
+                "would be a step of its own",
+                f"set training.micro_batch_rows=None, or training.global_batch_rows={micro * degrees.data} "
+                "(with a lower optimizer.lr), or optimizer.in_backward=False",
+            ),
+            "training",
+        )
+    if training.max_grad_norm is not None and training.clip_by == "all":
+        yield (
+            Problem(
+                "max_grad_norm",
+                training.max_grad_norm,
+                reason
+                + "the norm of all gradients is not known before the first of them are used up",
+                "set training.clip_by=parameter, or training.max_grad_norm=None, or "
+                "optimizer.in_backward=False",
+            ),
+            "training",
+        )
