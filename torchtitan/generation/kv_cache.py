@@ -141,7 +141,8 @@ class CachedAttention(InnerAttention):
 
     def _room(self, new: Tensor) -> Tensor:
         n_rows, _, n_heads, size = new.shape
-        return new.new_empty(n_rows, n_heads, self.cache.capacity, size)  # (B, K, capacity, Dh)
+        # Zeros: a value that nothing attends to is multiplied by 0, and must be a number for that.
+        return new.new_zeros(n_rows, n_heads, self.cache.capacity, size)  # (B, K, capacity, Dh)
 
     def _store(self, kept: Tensor, new: Tensor) -> None:
         start = self.cache.common_start
