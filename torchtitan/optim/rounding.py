@@ -64,7 +64,7 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * -2073319797  # 0x846CA68B
+    x = x * -2073254261  # 0x846CA68B
     return x ^ ((x >> 16) & 0xFFFF)
 
 

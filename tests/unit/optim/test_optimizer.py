@@ -171,7 +171,7 @@ def test_200_updates_of_1e_4_move_bfloat16_weights_as_float32_ones(rounding, mon
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     moved = {}
     for dtype in (torch.bfloat16, torch.float32):
-        parameter = nn.Parameter(weight.to(dtype))
+        parameter = nn.Parameter(weight.to(dtype, copy=True))
         config = SGD.Config(lr=1e-4, momentum=0.0, weight_decay=0.0)
         optimizer = config.build([("w", parameter)])
         for _ in range(200):

@@ -25,9 +25,10 @@ def values(shape=(64, 128)):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-3
 
 
-# Error of what is loaded relative to the largest of its block: half the widest gap between numbers of the codec.
+# Error of what is loaded relative to the largest of its block: half the widest gap between numbers of the codec, and
+# all of it where the rounding is stochastic.
 @pytest.mark.parametrize(
-    ("dtype", "gap"), [("bfloat16", 2**-8), ("int8", 0.0071), ("int4", 0.12), ("float8", 2**-4)]
+    ("dtype", "gap"), [("bfloat16", 2**-7), ("int8", 0.0071), ("int4", 0.12), ("float8", 2**-4)]
 )
 def test_what_is_stored_comes_back_as_near_as_the_codes_are(dtype, gap):
     stored = state(dtype)
