@@ -1,5 +1,7 @@
 """Every optimizer moves between meshes, and updates in the backward of FSDP2 as after it."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,7 +72,12 @@ def state_at(folder, optimizer, steps, options):
     return run(folder, optimizer, steps, options)[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def slow_but(*quick):
+    """All kinds, those not named as slow tests."""
+    return [k if k in quick else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+
+
+@pytest.mark.parametrize("kind", slow_but("adamw bfloat16", "adamw int4", "muon int8"))
 def test_state_moves_from_2_ranks_to_1_to_4(ranks, tmp_path, kind):
     (straight, _), *_ = ranks(run, 1, tmp_path / "a", KINDS[kind], 6, {})
     losses = []
@@ -93,7 +100,7 @@ TOLERANCE = {"adamw int8": 1e-4, "adamw int4": 1e-3, "adamw float8": 1e-3, "adam
 
 
 @pytest.mark.parametrize("parameter_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["adamw", "adamw int4", "muon"])
+@pytest.mark.parametrize("kind", slow_but("adamw int4"))
 def test_in_the_backward_every_bit_is_the_same(ranks, tmp_path, kind, parameter_dtype):
     options = {"parameter_dtype": parameter_dtype}
     plain = ranks(run, 2, tmp_path / "plain", KINDS[kind], 3, options)
@@ -105,15 +112,14 @@ def test_in_the_backward_every_bit_is_the_same(ranks, tmp_path, kind, parameter_
             assert torch.equal(tensor, want_tensors[name]), name
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw int8"])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("adamw int8", marks=pytest.mark.slow)])
 def test_tensor_parallel_shards_are_updated_as_whole_matrices(ranks, tmp_path, kind):
     (want, _), *_ = ranks(run, 1, tmp_path / "alone", KINDS[kind], 4, {})
     for name, world_size, options in [
         ("tp", 2, {"tp": 2}),
         ("tp and fsdp", 4, {"tp": 2, "early": True}),
     ]:
-        optimizer = KINDS[kind]
-        optimizer.block_size = 16  # tp cuts 96 and 64 columns
+        optimizer = dataclasses.replace(KINDS[kind], block_size=16)  # tp cuts 96 and 64 columns
         for losses, _ in ranks(run, world_size, tmp_path / name, optimizer, 4, options):
             assert losses == pytest.approx(want, rel=2e-3)
 
