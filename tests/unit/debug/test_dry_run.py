@@ -47,7 +47,9 @@ def stated_and_measured(mesh_config, model_config, micro_batches, **options):
     """Traffic of a step as the parallelisms state it, and as it is seen, on this rank of the process group."""
     mesh = mesh_config.build(torch.device("cpu"))
     model = cut(model_config, mesh, mesh_config.pipeline, **options)
-    (batch,) = to_microbatches(rows(2, 32, model_config.vocab_size), 2, mesh)
+    whole = rows(2, 32, model_config.vocab_size)
+    whole["labels"] = whole["tokens"]  # all of them count: what is said of the loss is said of these
+    (batch,) = to_microbatches(whole, 2, mesh)
     engine = make_engine(model, NextToken.Config().build(), mesh)
     totals = engine.totals([batch])
     engine.forward_backward([batch] * micro_batches, totals)  # a pipeline's first step connects

@@ -22,7 +22,7 @@ def open_csv(path: Path, shown: Path, options: FileOptions) -> Spans:
     csv.field_size_limit(_MAX_FIELD)
     lines = _Lines(path)
     records = csv.reader(lines)
-    header = next(records, [])
+    header = next((record for record in records if any(map(str.strip, record))), [])
     if header and options.text_field is not None and options.text_field not in header:
         raise DataError(
             f"{shown}: no column {options.text_field!r}; it has {', '.join(header)}: set text_field to one of them"

@@ -128,7 +128,7 @@ def test_index_and_files_must_agree(tmp_path):
     name = next(n for n, file in index["weight_map"].items() if file == first)
     moved = {**index["weight_map"], name: second}
     (folder / INDEX).write_text(json.dumps({"weight_map": moved}))
-    with pytest.raises(CheckpointError, match=re.escape(f"{name} is in {first}, but {INDEX} says {second}")):  # fmt: skip
+    with pytest.raises(CheckpointError, match=re.escape(f"{second} lacks {name}, which {INDEX} says is there")):  # fmt: skip
         WeightFiles(folder)
     edit(folder, lambda t: t.update({name: torch.zeros(2)}), second)
     with pytest.raises(CheckpointError, match=re.escape(f"duplicate: {name} is in {first} and in {second}")):  # fmt: skip
