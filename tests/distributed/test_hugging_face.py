@@ -40,7 +40,7 @@ def configured(folder, model, degrees, source=""):
     for name, degree in degrees.items():
         setattr(config.parallelism, name, degree)
     config.checkpoint.initial_load = source
-    config.checkpoint.export = HuggingFaceExport.Config(dtype="float32", max_shard_gib=60_000 / 2**30)  # fmt: skip
+    config.checkpoint.export = HuggingFaceExport.Config(dtype="float32", max_shard_gib=6_000 / 2**30)  # fmt: skip
     return config
 
 
