@@ -160,7 +160,8 @@ class _SumOverTokens(torch.autograd.Function):
         accumulation: Accumulation,
         grad_mode: bool,
     ) -> Tensor:
-        wanted = tuple(grad_mode and needed for needed in ctx.needs_input_grad[:2])
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        wanted = grad_mode and needs_hidden, grad_mode and needs_weight
         gradients = HeadGradients(hidden_states, weight, wanted=wanted, accumulation=accumulation)
         total = hidden_states.new_zeros((), dtype=torch.float32)
         for rows in chunks(len(hidden_states), chunk_tokens):
@@ -176,6 +177,8 @@ class _SumOverTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         grads = (scaled(saved, grad_outputs[0], ctx.dtype) for saved in ctx.saved_tensors)
         return *grads, None, None, None, None

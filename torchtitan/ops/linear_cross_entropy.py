@@ -230,6 +230,8 @@ class _ByVocabulary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         grads = (scaled(saved, grad_outputs[0], ctx.dtype) for saved in ctx.saved_tensors)
         return *grads, None, None, None, None, None

@@ -140,7 +140,9 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden_states, weight, log_norm, entropies = ctx.saved_tensors
         upstream = tuple(grad[:, None] for grad in grad_outputs)  # 2 x (T, 1)
         gradients = HeadGradients(

@@ -58,7 +58,7 @@ def _offloaded(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``cls`` that is called within the hooks."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = super(made, self)  # pyright: ignore[reportArgumentType] - made is a subclass of cls
+        inner = super(made, self)
         if not torch.is_grad_enabled():
             return inner.__call__(*args, **kwargs)
         current = _Call(self, args, kwargs, self._offload_order)
@@ -100,7 +100,7 @@ class _Away:
     def __init__(self, tensor: Tensor, order: _Order) -> None:
         self.order, self.device = order, tensor.device
         self.here: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
+        self.arrived: Any = None  # an event of the stream
         on_gpu = self.device.type == "cuda"
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
         with self._on(order.out) if on_gpu else nullcontext():
