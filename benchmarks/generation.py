@@ -90,7 +90,7 @@ def our_tokens(ours: Generator, prompts: list[list[int]], n_new: int) -> list[li
 
 def main() -> None:
     """Compare, print a table and optionally write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)

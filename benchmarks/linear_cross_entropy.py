@@ -52,10 +52,10 @@ def checkpointed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def torchs_own(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """``torch.nn.functional.linear_cross_entropy``, with an explicit chunk."""
-    options = torch.nn.LinearCrossEntropyOptions(  # pyright: ignore[reportAttributeAccessIssue] - of torch 2.13
+    options = torch.nn.LinearCrossEntropyOptions(
         batch_chunk_size=CHUNK_TOKENS, chunking_method=None
     )
-    return F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue]
+    return F.linear_cross_entropy(
         hidden, weight, labels, ignore_index=IGNORE_INDEX, reduction="sum", options=options
     )
 
@@ -170,7 +170,7 @@ def times(args: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure, print a table and optionally write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=32768)

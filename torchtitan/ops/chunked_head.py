@@ -160,8 +160,8 @@ class _SumOverTokens(torch.autograd.Function):
         accumulation: Accumulation,
         grad_mode: bool,
     ) -> Tensor:
-        states_need, weight_needs, *_ = ctx.needs_input_grad
-        wanted = (grad_mode and states_need, grad_mode and weight_needs)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        wanted = grad_mode and needs_hidden, grad_mode and needs_weight
         gradients = HeadGradients(hidden_states, weight, wanted=wanted, accumulation=accumulation)
         total = hidden_states.new_zeros((), dtype=torch.float32)
         for rows in chunks(len(hidden_states), chunk_tokens):
@@ -177,7 +177,7 @@ class _SumOverTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - once_differentiable has no types
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         grads = (scaled(saved, grad_outputs[0], ctx.dtype) for saved in ctx.saved_tensors)

@@ -230,7 +230,7 @@ class _ByVocabulary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - once_differentiable has no types
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         grads = (scaled(saved, grad_outputs[0], ctx.dtype) for saved in ctx.saved_tensors)

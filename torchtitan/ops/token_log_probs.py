@@ -140,7 +140,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - once_differentiable has no types
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden_states, weight, log_norm, entropies = ctx.saved_tensors

@@ -100,7 +100,7 @@ class _Away:
     def __init__(self, tensor: Tensor, order: _Order) -> None:
         self.order, self.device = order, tensor.device
         self.here: Tensor | None = None
-        self.arrived: torch.Event | None = None
+        self.arrived: Any = None  # an event of the stream
         on_gpu = self.device.type == "cuda"
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
         with self._on(order.out) if on_gpu else nullcontext():
