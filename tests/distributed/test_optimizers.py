@@ -12,7 +12,7 @@ from torchtitan import torch_api
 from torchtitan.errors import ConfigError, NumericsError
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
-from torchtitan.optim.clipping import Clip
+from torchtitan.optim.clipping import Clip, local_and_axes
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.param_groups import ParamGroup
@@ -143,20 +143,17 @@ def test_blocks_that_tensor_parallel_cuts_are_refused(ranks, tmp_path):
 def gradients_alive(folder):
     """Bytes of the largest unit's sharded gradients, and the most that were alive at any hook."""
     with running(configure(folder, AdamW.Config(), 1, early=True)) as trainer:
-        model = trainer.models["policy"].model
-        most = 0
+        model, optimizer = trainer.models["policy"].model, trainer.models["policy"].optimizer
+        update, most = optimizer.update, 0
 
-        def count(_):
+        def counting(parameters, skip):  # called before the gradient is freed
             nonlocal most
             grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
             storages = {g.untyped_storage().data_ptr(): g.untyped_storage() for g in grads}
             most = max(most, sum(s.nbytes() for s in storages.values()))
+            update(parameters, skip)
 
-        for parameter in model.parameters():  # before the update frees it
-            parameter._post_accumulate_grad_hooks = {
-                -1: count,
-                **(parameter._post_accumulate_grad_hooks or {}),
-            }
+        optimizer.update = counting
         largest = max(
             sum(p.to_local().nbytes for p in unit.parameters() if p is not None)
             for unit in fsdp_units(model)
@@ -175,18 +172,17 @@ def test_at_most_one_units_gradients_are_alive(ranks, tmp_path):
 
 def bad_gradient_on_one_rank(folder):
     with running(configure(folder, AdamW.Config(), 4, early=True)) as trainer:
+
+        def spoiled(grad):
+            if trainer.step == 1 and dist.get_rank() == 1 and grad.ndim == 1:
+                grad.to_local().fill_(float("inf"))
+            return local_and_axes(grad)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchtitan.optim.updates.local_and_axes", spoiled)
+            with pytest.raises(NumericsError) as caught:
+                trainer.train()
         policy = trainer.models["policy"]
-        update = policy.updates._update
-
-        def spoiled(parameter):
-            if trainer.step == 1 and dist.get_rank() == 1 and parameter.ndim == 1:
-                parameter.grad.to_local().fill_(float("inf"))
-            update(parameter)
-
-        for parameter in policy.model.parameters():
-            parameter._post_accumulate_grad_hooks = {0: spoiled}
-        with pytest.raises(NumericsError) as caught:
-            trainer.train()
         finite = all(p.to_local().isfinite().all() for p in policy.model.parameters())
         return str(caught.value), finite, trainer.checkpointer.latest()
 
