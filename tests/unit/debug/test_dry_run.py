@@ -48,7 +48,7 @@ def stated_and_measured(mesh_config, model_config, micro_batches, **options):
     mesh = mesh_config.build(torch.device("cpu"))
     model = cut(model_config, mesh, mesh_config.pipeline, **options)
     whole = rows(2, 32, model_config.vocab_size)
-    whole["labels"] = whole["tokens"]  # all of them count: what is said of the loss is said of these
+    whole["labels"] = whole["tokens"]  # all count: so is the loss stated
     (batch,) = to_microbatches(whole, 2, mesh)
     engine = make_engine(model, NextToken.Config().build(), mesh)
     totals = engine.totals([batch])
