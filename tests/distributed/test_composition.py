@@ -134,7 +134,7 @@ def skip_a_parameter(patch: pytest.MonkeyPatch) -> None:
     step = Optimizer.step
 
     def step_without_one(self: Optimizer, skip: Tensor) -> None:
-        skipped = self.inner.param_groups[0]["params"][0]
+        skipped = next(iter(self.slots))
         grad, skipped.grad = skipped.grad, None
         step(self, skip)
         skipped.grad = grad

@@ -83,6 +83,8 @@ def assert_same(results, expected):
 )  # fmt: skip
 def test_composition_equals_one_process(ranks, tmp_path, settings, world_size, degrees):
     made = model(**settings)
-    (expected,) = ranks(steps_of, 1, tmp_path / "alone", made, {}, 1, timeout_s=300)
+    # A micro-batch is one row of each data rank.
+    rows_of_one = degrees.get("dp_shard", 1) if settings.get("scope") == "micro_batch" else 1
+    (expected,) = ranks(steps_of, 1, tmp_path / "alone", made, {}, 1, rows_of_one, timeout_s=300)
     results = ranks(steps_of, world_size, tmp_path, made, degrees, world_size, timeout_s=300)
     assert_same(results, expected)

@@ -51,6 +51,11 @@ class Compile(Configurable):
                 )
 
 
+def allow_backward_in_halves() -> None:
+    """Let compiled graphs be gone back through for inputs first and for weights later: keep what the first reads."""
+    torch_api.functorch_config.donated_buffer = False
+
+
 def apply_compile(
     model: Model, config: Compile.Config, *, memory_budget: float | None = None
 ) -> None:

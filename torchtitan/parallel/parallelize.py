@@ -12,12 +12,12 @@ from torchtitan.parallel.activation_checkpointing import (
     ActivationCheckpointing,
     apply_activation_checkpointing,
 )
-from torchtitan.parallel.compile import Compile, apply_compile
+from torchtitan.parallel.compile import Compile, allow_backward_in_halves, apply_compile
 from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.expert import apply_expert_parallel
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.pipeline import ModelParts, Pipeline
+from torchtitan.parallel.pipeline import ModelParts, Pipeline, splits_backward
 from torchtitan.parallel.tensor import apply_tensor_parallel, enable_async_tp
 
 
@@ -68,6 +68,8 @@ def parallelize(
     )
     if mesh.degrees.pp == 1:
         return finish(whole, reshard_after_forward=reshard_after_forward)
+    if compile.enabled and splits_backward(pipeline):
+        allow_backward_in_halves()
     cut = pipeline.build(pp=mesh.degrees.pp, n_blocks=len(whole.blocks()))
     stages = cut.stages_of(mesh.pp.get_local_rank())
     parts = []
