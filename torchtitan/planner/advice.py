@@ -102,6 +102,11 @@ def _ideas() -> list[_Idea]:
         ),
         _Idea("--model.head.chunk-tokens 256", "smaller matmuls of the head", _small_chunks),
         _Idea(
+            "--model.head.weight-gradient by_vocabulary",
+            "one more matmul of the head",
+            _by_vocabulary,
+        ),
+        _Idea(
             "--optimizer.state-dtype int8",
             "optimizer state of 8 bits",
             lambda c: _set(c.optimizer, "state_dtype", "int8"),
@@ -110,6 +115,11 @@ def _ideas() -> list[_Idea]:
             "--training.parameter-dtype bfloat16",
             "no float32 weights: updates are rounded stochastically",
             lambda c: _set(c.training, "parameter_dtype", "bfloat16"),
+        ),
+        _Idea(
+            "--activation-checkpointing.offload True",
+            "activations cross to the host and back in each step",
+            lambda c: _set(c.activation_checkpointing, "offload", True),
         ),
         _Idea(
             "--optimizer.offload True",
@@ -131,6 +141,11 @@ def _in_backward(config: Trainer.Config) -> bool:
     if config.training.max_grad_norm is not None:
         config.training.clip_by = "parameter"
     return _set(config.optimizer, "in_backward", True)
+
+
+def _by_vocabulary(config: Trainer.Config) -> bool:
+    head = getattr(config.model, "head", None)
+    return head is not None and _set(head, "weight_gradient", "by_vocabulary")
 
 
 def _small_chunks(config: Trainer.Config) -> bool:
