@@ -20,7 +20,7 @@ from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.plan import SEQUENCE, Cut
 from torchtitan.models.layers.rope import RoPE
-from torchtitan.models.layers.tape import Place, Recorded, Tape, Value
+from torchtitan.models.layers.tape import Place, Tape, Value, record
 from torchtitan.models.model import Model, ParameterCounts
 from torchtitan.parallel.degrees import Degrees, divisors
 
@@ -233,7 +233,7 @@ class Decoder(Model):
 
     def record_end(self, tape: Tape, x: Value) -> Value:
         """See `Model.record_end`."""
-        return self.norm.record(tape, x) if self.is_last else x
+        return record(self.norm, tape, x) if self.is_last else x
 
     def shared_bytes(self, place: Place) -> int:
         """See `Model.shared_bytes`: RoPE's tables, the batch's four integers a token, and on a GPU the mask of packed rows."""
@@ -293,11 +293,7 @@ class DecoderBlock(nn.Module):
             (self.attention_norm, self.attention),
             (self.feed_forward_norm, self.feed_forward),
         ):
-            if not isinstance(layer, Recorded):
-                raise TypeError(
-                    f"{type(layer).__qualname__} does not say what it keeps; give it a record(tape, x) as `Recorded` has it"
-                )
-            x = tape.add(x, layer.record(tape, norm.record(tape, x)))
+            x = tape.add(x, record(layer, tape, record(norm, tape, x)))
         return x
 
     def parallel_plan(self) -> Mapping[str, Cut]:

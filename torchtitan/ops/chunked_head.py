@@ -14,9 +14,8 @@ from torchtitan.batch import IGNORE_INDEX
 Accumulation = Literal["float32", "weight_dtype"]
 """In which type the gradient of a head's weight is added up over the chunks."""
 
-_ROWS_AT_ONCE = (
-    8192  # of the weight's gradient, where it is in another type than the matmul's result
-)
+ROWS_AT_ONCE = 8192
+"""Of the weight's gradient, where it is in another type than the matmul's result."""
 
 
 class ChunkTerms(Protocol):
@@ -100,7 +99,7 @@ def cap(raw: Tensor, softcap: float | None) -> Tensor:
 
 def cap_slope(logits: Tensor, softcap: float | None) -> Tensor | None:
     """Derivative of `cap` at what it returned: ``1 - (logits / softcap)^2``; None for 1."""
-    return None if softcap is None else 1 - (logits / softcap).square_()
+    return None if softcap is None else (logits / softcap).square_().neg_().add_(1)
 
 
 class HeadGradients:
@@ -138,7 +137,7 @@ class HeadGradients:
         if self.weight.dtype == hidden.dtype:
             self.weight.addmm_(grad_logits.t(), hidden)
             return
-        for some in chunks(len(weight), _ROWS_AT_ONCE):
+        for some in chunks(len(weight), ROWS_AT_ONCE):
             self.weight[some] += grad_logits[:, some].t() @ hidden
 
 

@@ -224,6 +224,7 @@ class _ByVocabulary(torch.autograd.Function):
                 grad_hidden += grad_logits @ weight[some]
             if grad_weight is not None:
                 torch.mm(grad_logits.t(), hidden_states, out=grad_weight[some])
+            del logits, grad_logits  # before the next part's
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return form.loss(log_norm, target)

@@ -5,6 +5,7 @@
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from torchtitan import torch_api
 from torchtitan.config.configurable import Problem
 from torchtitan.models.layers.init import held_indices
 from torchtitan.optim.optimizer import AdamW, Slot
-from torchtitan.optim.state import matrix_of
+from torchtitan.optim.state import element_bytes, matrix_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -59,6 +60,37 @@ class Muon(AdamW):
             """Make the optimizer; see `Optimizer.Config.build`."""
             return Muon(self, named_parameters, other_names)
 
+        def orthogonalises(self, name: str, parameter: Tensor) -> bool:
+            """Whether a parameter is one of Muon's."""
+            return parameter.ndim >= 2 and not any(
+                fnmatch.fnmatchcase(name, pattern) for pattern in self.adamw_patterns
+            )
+
+        def n_states(self, name: str, parameter: Tensor) -> int:
+            """See `Optimizer.Config.n_states`."""
+            return 1 if self.orthogonalises(name, parameter) else 2
+
+        def update_bytes(self, name: str, parameter: Tensor, part: Sequence[int]) -> int:
+            """See `Optimizer.Config.update_bytes`; a matrix is whole in the iteration, in bfloat16.
+
+            Float32 copies of the rank's part: momentum, direction and what is kept, and of a gradient or state in another
+            type. Bfloat16: the direction; then the gathered matrices, the iteration's and the next, and two squares; or the
+            result, and the parameter's new values in float32 with what rounding them makes.
+            """
+            if not self.orthogonalises(name, parameter):
+                return AdamW.Config.update_bytes(self, name, parameter, part)
+            rows, columns = parameter.shape[-2:]
+            n_matrices = prod(part[:-2])
+            numel, whole = prod(part), n_matrices * rows * columns
+            square = n_matrices * min(rows, columns) ** 2
+            low_bit = parameter.dtype != torch.float32
+            coded = element_bytes(self.state_dtype, parameter, self.block_size) != 4
+            copies = 2 + self.nesterov + low_bit + (coded or self.offload)
+            gathered = whole if whole > numel else 0
+            iteration = 2 * (gathered + 2 * whole + 2 * square)
+            result = 2 * whole + 4 * numel * (2 + 3 * low_bit)
+            return (4 * copies + 2) * numel + max(iteration, result)
+
     def __init__(
         self,
         config: Config,
@@ -71,15 +103,9 @@ class Muon(AdamW):
 
     def state_signs(self, name: str, parameter: nn.Parameter) -> Mapping[str, bool]:
         """See `Optimizer.state_signs`."""
-        if self.orthogonalises(name, parameter):
+        if self._config.orthogonalises(name, parameter):
             return {"momentum_buffer": True}
         return AdamW.state_signs(self, name, parameter)
-
-    def orthogonalises(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is one of Muon's."""
-        return parameter.ndim >= 2 and not any(
-            fnmatch.fnmatchcase(name, pattern) for pattern in self._config.adamw_patterns
-        )
 
     @torch.no_grad()
     def update(self, parameters: Sequence[nn.Parameter], skip: Tensor) -> None:

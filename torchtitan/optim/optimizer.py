@@ -5,6 +5,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -145,26 +146,32 @@ class Optimizer(Configurable):
             """
             raise TypeError(f"{type(self).__qualname__} is a base; choose AdamW.Config")
 
-        def n_states(self, parameter: Tensor) -> int:
-            """Quantities that are kept for each element of ``parameter``: the length of `Optimizer.state_signs`."""
+        def n_states(self, name: str, parameter: Tensor) -> int:
+            """Quantities that are kept for each element of a parameter: the length of `Optimizer.state_signs`."""
             raise TypeError(f"{type(self).__qualname__} does not say how much state it keeps")
 
-        def state_bytes(self, parameter: Tensor, numel: int) -> int:
-            """Bytes of state on the device for a rank's ``numel`` elements of ``parameter``; for the planner."""
-            per_element = element_bytes(self.state_dtype, parameter, self.block_size)
-            stored = 0 if self.offload else int(numel * per_element)
-            return 4 + self.n_states(parameter) * stored
+        def state_bytes(self, name: str, parameter: Tensor, part: Sequence[int]) -> int:
+            """Bytes of state on the device for a rank's part of a parameter; for the planner.
 
-        def update_bytes(self, parameter: Tensor, numel: int) -> int:
-            """Bytes that the update of a rank's ``numel`` elements needs at once besides; for the planner.
+            Args:
+                name: of the parameter.
+                parameter: whole.
+                part: shape of the rank's part.
+            """
+            per_element = element_bytes(self.state_dtype, parameter, self.block_size)
+            stored = 0 if self.offload else int(prod(part) * per_element)
+            return 4 + self.n_states(name, parameter) * stored
+
+        def update_bytes(self, name: str, parameter: Tensor, part: Sequence[int]) -> int:
+            """Bytes that the update of a rank's part needs at once besides; for the planner, see `state_bytes`.
 
             Nothing where a kernel works in place; otherwise a chunk of each tensor in float32, and what rounding it makes.
             """
             coded = element_bytes(self.state_dtype, parameter, self.block_size) != 4
             if parameter.dtype == torch.float32 and not coded and not self.offload:
                 return 0
-            states = self.n_states(parameter) if coded or self.offload else 0
-            return 4 * min(numel, _CHUNK_NUMEL) * (2 + states + 4)
+            states = self.n_states(name, parameter) if coded or self.offload else 0
+            return 4 * min(prod(part), _CHUNK_NUMEL) * (2 + states + 4)
 
     def __init__(
         self,
@@ -335,9 +342,9 @@ class AdamW(Optimizer):
             """Make the optimizer; see `Optimizer.Config.build`."""
             return AdamW(self, named_parameters, other_names)
 
-        def n_states(self, parameter: Tensor) -> int:
+        def n_states(self, name: str, parameter: Tensor) -> int:
             """See `Optimizer.Config.n_states`."""
-            del parameter
+            del name, parameter
             return 2
 
     def __init__(

@@ -41,9 +41,9 @@ class SGD(Optimizer):
             """Make the optimizer; see `Optimizer.Config.build`."""
             return SGD(self, named_parameters, other_names)
 
-        def n_states(self, parameter: Tensor) -> int:
+        def n_states(self, name: str, parameter: Tensor) -> int:
             """See `Optimizer.Config.n_states`."""
-            del parameter
+            del name, parameter
             return 1 if self.momentum else 0
 
     def __init__(

@@ -1,6 +1,7 @@
 """What to change when a run does not fit: tried in order, each with its new figure."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -43,21 +44,25 @@ class _Idea:
 def advise(config: Trainer.Config, world_size: int, memory: int) -> Iterator[Change]:
     """Yield changes that save memory until the run fits into ``memory`` bytes; then more ranks.
 
-    What changes nothing of the result comes first, what costs speed or digits later.
+    What changes nothing of the result comes first, what costs speed or digits later. What does not help at first is tried
+    once more after the others, which may have moved the peak.
     """
     now = copy.deepcopy(config)
     total = plan_memory(now, world_size).total
-    for idea in _ideas():
-        if total <= memory:
-            return
-        tried = copy.deepcopy(now)
-        if not idea.apply(tried) or check_tree(tried, world_size):
-            continue
-        figure = plan_memory(tried, world_size).total
-        if figure > total * (1 - _WORTH):
-            continue
-        now, total = tried, figure
-        yield Change(idea.flags, idea.costs, total, total <= memory, world_size)
+    left = deque(_ideas())
+    for last_time in (False, True):
+        for _ in range(len(left)):
+            if total <= memory:
+                return
+            idea, tried = left.popleft(), copy.deepcopy(now)
+            if not idea.apply(tried) or check_tree(tried, world_size):
+                continue
+            figure = plan_memory(tried, world_size).total
+            if figure <= total * (1 - _WORTH):
+                now, total = tried, figure
+                yield Change(idea.flags, idea.costs, total, total <= memory, world_size)
+            elif not last_time:
+                left.append(idea)
     if total > memory:
         yield from _more_ranks(now, world_size, memory)
 
@@ -102,6 +107,11 @@ def _ideas() -> list[_Idea]:
         ),
         _Idea("--model.head.chunk-tokens 256", "smaller matmuls of the head", _small_chunks),
         _Idea(
+            "--model.head.weight-gradient by_vocabulary",
+            "one more matmul of the head",
+            _by_vocabulary,
+        ),
+        _Idea(
             "--optimizer.state-dtype int8",
             "optimizer state of 8 bits",
             lambda c: _set(c.optimizer, "state_dtype", "int8"),
@@ -110,6 +120,11 @@ def _ideas() -> list[_Idea]:
             "--training.parameter-dtype bfloat16",
             "no float32 weights: updates are rounded stochastically",
             lambda c: _set(c.training, "parameter_dtype", "bfloat16"),
+        ),
+        _Idea(
+            "--activation-checkpointing.offload True",
+            "activations cross to the host and back in each step",
+            lambda c: _set(c.activation_checkpointing, "offload", True),
         ),
         _Idea(
             "--optimizer.offload True",
@@ -131,6 +146,11 @@ def _in_backward(config: Trainer.Config) -> bool:
     if config.training.max_grad_norm is not None:
         config.training.clip_by = "parameter"
     return _set(config.optimizer, "in_backward", True)
+
+
+def _by_vocabulary(config: Trainer.Config) -> bool:
+    head = getattr(config.model, "head", None)
+    return head is not None and _set(head, "weight_gradient", "by_vocabulary")
 
 
 def _small_chunks(config: Trainer.Config) -> bool:

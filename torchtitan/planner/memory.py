@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.errors import ConfigError
-from torchtitan.models.layers.tape import Cost, Recorded, Tape
+from torchtitan.models.layers.head import Head
+from torchtitan.models.layers.tape import Cost, Tape, record
 from torchtitan.planner.setup import Setup, Stage, Unit, setup
 from torchtitan.trainer import Trainer
 
@@ -112,12 +112,7 @@ def block_costs(run: Setup, stage: Stage) -> list[Cost]:
     _, _, dim = stage.model.stage_shape(1, 1)
     recompute = run.recompute
     for i, block in enumerate(stage.model.blocks()):
-        if not isinstance(block, Recorded):
-            raise ConfigError(
-                f"model: its block {type(block).__qualname__} does not say what it keeps, so there is no closed form; "
-                "give it a record(tape, x), see torchtitan/models/layers/tape.py"
-            )
-        checkpointed = recompute.mode != "none" and i % recompute.every_n_blocks == 0
+        checkpointed = recompute.mode == "budget" or i % recompute.every_n_blocks == 0
         mode = recompute.mode if checkpointed else "none"
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
         key = (type(block), mode, shapes)
@@ -126,9 +121,10 @@ def block_costs(run: Setup, stage: Stage) -> list[Cost]:
             x = tape.stream(dim)
             found[key] = tape.cost(
                 x,
-                block.record(tape, x),
+                record(block, tape, x),
                 mode,
                 recompute.save_every_n_matmuls,
+                recompute.memory_budget,
                 frees_gradients=run.in_backward and not run.sharded,
             )
         costs.append(found[key])
@@ -162,13 +158,15 @@ class _Walk:
     def loss(self) -> Iterator[Moment]:
         """Forward and backward of the head, when all activations are kept."""
         stage, costs = self.last, self.costs[-1]
-        head = getattr(stage.model, "head", None)  # only the last stage of a pipeline has it
+        head: Head | None = getattr(
+            stage.model, "head", None
+        )  # only in the last stage of a pipeline
         if head is None or not costs:
             return
         tape = Tape(self.run.place)
         x = tape.stream(stage.model.stage_shape(1, 1)[-1])
         end = tape.cost(x, stage.model.record_end(tape, x))
-        kept = self._kept_by_others() + sum(cost.kept for cost in costs) + end.kept
+        kept = self._kept_by_others() + self._kept(len(costs)) + end.kept
         whole = end.stream * (self.run.place.sequence_shards > 1) * self.run.place.sequence_shards
         forward, backward = head.loss_bytes(self.run.place)
         unit = stage.edges.get("head")
@@ -196,7 +194,7 @@ class _Walk:
         others = self._kept_by_others() + self.tied * self.b * stage.rest.gathered
         for i in reversed(range(len(costs))):
             unit, cost = stage.blocks[i], costs[i]
-            kept = others + sum(c.kept for c in costs[:i])
+            kept = others + self._kept(i)
             before = stage.blocks[i - 1] if i else stage.edges.get("embedding")
             gathered = self._gathered_in_backward(stage, i)
             prefetched = self._buffer(before) if before and self._frees() else 0
@@ -286,8 +284,25 @@ class _Walk:
         kept = sum(stage.model.shared_bytes(self.run.place) for stage in self.run.stages)
         for stage, costs in zip(self.run.stages, self.costs, strict=True):
             passes = stage.in_flight - (stage is self.last)
-            kept += max(0, passes) * sum(cost.kept for cost in costs)
+            away = costs[:-1] if self._offloads() else []
+            kept += max(0, passes) * sum(cost.kept for cost in costs[len(away) :])
         return kept
+
+    def _offloads(self) -> bool:
+        """Whether what blocks keep waits in the host's memory; on a CPU that is the same."""
+        return self.run.recompute.offload and self.run.place.gpu
+
+    def _kept(self, n_blocks: int) -> int:
+        """Activations of the first blocks of the last stage on the device.
+
+        Of those that are offloaded it is the last one's: on its way out while the next computes, or back before its turn.
+        """
+        costs = self.costs[-1]
+        last_stays = costs[-1].kept if n_blocks == len(costs) else 0
+        if not self._offloads():
+            return sum(cost.kept for cost in costs[:n_blocks])
+        waiting = costs[: min(n_blocks, len(costs) - 1)]
+        return last_stays + (waiting[-1].kept if waiting else 0)
 
     def _frees(self) -> bool:
         """Whether blocks free their gathered parameters after the forward."""

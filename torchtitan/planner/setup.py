@@ -138,6 +138,10 @@ def setup(
     )
 
 
+_Locals = dict[nn.Parameter, tuple[str, list[int], int]]
+"""Name, shape and ranks of each parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """How parameters become shards."""
@@ -164,10 +168,11 @@ class _Cut:
         rest = [p for p in model.parameters() if p not in inside]
         return blocks, own, self._of(rest, local)
 
-    def _local_shapes(self, model: nn.Module) -> dict[nn.Parameter, tuple[list[int], int]]:
-        """Shape on a rank before FSDP, and the ranks that FSDP shards it over, for each parameter."""
+    def _local_shapes(self, model: nn.Module) -> _Locals:
+        """Name, shape on a rank before FSDP, and the ranks that FSDP shards it over, for each parameter."""
         degrees = self.degrees
-        found: dict[nn.Parameter, tuple[list[int], int]] = {}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        found: _Locals = {}
         for module, cut in module_cuts(model).values():
             for parameter in module.parameters(recurse=False):
                 shape, ranks = list(parameter.shape), degrees.fsdp
@@ -175,21 +180,17 @@ class _Cut:
                     shape[0], ranks = -(-shape[0] // degrees.ep), degrees.efsdp
                 elif cut.shard_dim is not None and cut.shard_dim < len(shape):
                     shape[cut.shard_dim] = -(-shape[cut.shard_dim] // degrees.tp)
-                found[parameter] = shape, ranks
+                found[parameter] = names[parameter], shape, ranks
         return found
 
-    def _unit(self, module: nn.Module, local: Mapping[nn.Parameter, tuple[list[int], int]]) -> Unit:
+    def _unit(self, module: nn.Module, local: _Locals) -> Unit:
         return self._of(list(module.parameters()), local)
 
-    def _of(
-        self,
-        parameters: Sequence[nn.Parameter],
-        local: Mapping[nn.Parameter, tuple[list[int], int]],
-    ) -> Unit:
+    def _of(self, parameters: Sequence[nn.Parameter], local: _Locals) -> Unit:
         gathered = shard = trainable = state = update = 0
         optimizer = self.config.optimizer
         for parameter in parameters:
-            shape, ranks = local[parameter]
+            name, shape, ranks = local[parameter]
             rows = -(-shape[0] // ranks)
             if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0:
                 rows, shape = shape[0], [shape[0], shape[1] // ranks, shape[2]]  # within experts
@@ -198,8 +199,8 @@ class _Cut:
             shard += prod(part)
             if parameter.requires_grad:
                 trainable += prod(part)
-                state += optimizer.state_bytes(parameter, prod(part))
-                update = max(update, optimizer.update_bytes(parameter, prod(part)))
+                state += optimizer.state_bytes(name, parameter, part)
+                update = max(update, optimizer.update_bytes(name, parameter, part))
         return Unit(gathered, shard, trainable, state, update)
 
 

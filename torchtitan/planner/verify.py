@@ -102,7 +102,7 @@ def verify(config: Trainer.Config, world_size: int) -> Verification:
     layers = config.model.n_blocks
     counts = [n for n in LAYERS if n < layers] or [layers]
     tracked = tuple(_tracked(config, world_size, n) for n in counts)
-    planned = plan_memory(config, world_size, gpu=False, packed=False).peak.total
+    planned = plan_tracked(config, world_size)
     return Verification(tracked, layers, planned, _extrapolated(tracked, layers))
 
 
@@ -122,14 +122,23 @@ def _tracked(config: Trainer.Config, world_size: int, layers: int) -> Tracked:
             f"--verify: model {type(small.model).__qualname__} has no n_layers to shorten; leave --verify out"
         )
     small.model.n_layers = layers
-    planned = plan_memory(small, world_size, gpu=False, packed=False).peak.total
-    return Tracked(layers, planned, track(small, world_size))
+    return Tracked(layers, plan_tracked(small, world_size), track(small, world_size))
+
+
+def plan_tracked(config: Trainer.Config, world_size: int) -> int:
+    """Bytes by the closed form of what `track` counts: kernels of a CPU, the compute type of a GPU, no packed rows."""
+    tracked = copy.deepcopy(config)
+    tracked.training.compute_dtype = str(_compute_dtype(config)).removeprefix("torch.")  # pyright: ignore[reportAttributeAccessIssue] - one of the choices
+    return plan_memory(tracked, world_size, gpu=False, packed=False).peak.total
+
+
+def _compute_dtype(config: Trainer.Config) -> torch.dtype:
+    return Training.compute_dtype(config.training, torch.device("cuda"))
 
 
 def track(config: Trainer.Config, world_size: int) -> dict[str, int]:
     """Most bytes of rank 0 in each phase of a step on fake tensors: nothing is computed or sent."""
-    training = config.training
-    dtype = Training.compute_dtype(training, torch.device("cuda"))
+    training, dtype = config.training, _compute_dtype(config)
     with fake_ranks(world_size, 0):
         mesh = config.parallelism.build(torch.device("cpu"))
         model = cut_model(config, mesh, dtype, meta=True)

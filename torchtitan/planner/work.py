@@ -107,6 +107,10 @@ def _recomputed(
     blocks = (flops - head) / 3 / recompute.every_n_blocks
     if recompute.mode == "selective" and recompute.save_every_n_matmuls:
         blocks *= 1 - 1 / recompute.save_every_n_matmuls
+    if (
+        recompute.mode == "budget"
+    ):  # at most: the compiler begins with what is cheap to compute again
+        blocks = (flops - head) / 3 * (1 - recompute.memory_budget)
     return blocks
 
 

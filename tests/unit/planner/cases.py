@@ -16,6 +16,7 @@ def small(
     reshard=True,
     in_backward=False,
     state_dtype="float32",
+    optimizer=None,
     mesh=None,
     **training,
 ):
@@ -30,6 +31,7 @@ def small(
             **(model or {}),
         }
     )
+    config.optimizer = optimizer or config.optimizer
     config.activation_checkpointing.mode = recompute
     config.parallelism.reshard_after_forward = reshard
     config.optimizer.state_dtype = state_dtype

@@ -4,8 +4,9 @@ import pytest
 
 from tests.unit.planner.cases import MOE, QK_NORM, small
 from torchtitan.errors import ConfigError
-from torchtitan.planner.memory import plan_memory
-from torchtitan.planner.verify import Tracked, Verification, track, verify
+from torchtitan.models.layers.head import Head
+from torchtitan.optim.muon import Muon
+from torchtitan.planner.verify import Tracked, Verification, plan_tracked, track, verify
 
 LOW_BIT = {"in_backward": True, "state_dtype": "int8", "parameter_dtype": "bfloat16"}
 LARGE = {"model": {"dim": 256, "vocab_size": 32768}}
@@ -24,6 +25,12 @@ GRID = {
     "4 ranks, low bits in the backward": (4, {"recompute": "full", **LOW_BIT}),
     "1 rank, low bits in the backward": (1, {"recompute": "full", **LOW_BIT}),
     "1 rank, recomputed": (1, {"recompute": "full"}),
+    "4 ranks, muon": (4, {"optimizer": Muon.Config()}),
+    "2 ranks, vocabulary walked": (
+        2,
+        {"model": {"head": Head.Config(weight_gradient="by_vocabulary", chunk_tokens=256)}},
+    ),
+    "2 ranks, soft cap": (2, {"model": {"head": Head.Config(softcap=30.0)}}),
     "tp": (4, {"mesh": {"tp": 2}}),
     "tp without sequence parallel": (4, {"mesh": {"tp": 2, "sequence_parallel": False}}),
 }
@@ -33,8 +40,7 @@ QUICK = ("8 ranks, recomputed", "4 ranks, low bits in the backward", "tp")
 def error(name):
     world_size, changes = GRID[name]
     config = small(**changes)
-    planned = plan_memory(config, world_size, gpu=False, packed=False).peak.total
-    return planned / max(track(config, world_size).values()) - 1
+    return plan_tracked(config, world_size) / max(track(config, world_size).values()) - 1
 
 
 @pytest.mark.parametrize("name", QUICK)

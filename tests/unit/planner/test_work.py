@@ -16,6 +16,8 @@ from torchtitan_recipes.models.llama3 import llama3_70b
 def seventy_billion(**mesh):
     config = llama3_70b()
     config.training.global_batch_rows = 8 // mesh.get("tp", 1)
+    config.parallelism.tp = 1
+    config.activation_checkpointing.mode = "none"
     for name, degree in mesh.items():
         setattr(config.parallelism, name, degree)
     return config

@@ -13,7 +13,7 @@ from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.models.layers.init import Initializer
 from torchtitan.models.layers.plan import VOCABULARY_OUT, Cut
 from torchtitan.models.layers.tape import Place
-from torchtitan.ops.chunked_head import Accumulation, cap
+from torchtitan.ops.chunked_head import ROWS_AT_ONCE, Accumulation, cap
 from torchtitan.ops.linear_cross_entropy import WeightGradient, linear_cross_entropy
 from torchtitan.ops.linear_distillation import Divergence, linear_distillation
 from torchtitan.ops.token_log_probs import TokenLogProbs, token_log_probs
@@ -173,23 +173,27 @@ class Head(nn.Module, Configurable):
         return logits if self.vocabulary is None else self.vocabulary.gather(logits)
 
     def loss_bytes(self, place: Place) -> tuple[int, int]:
-        """Most bytes that the fused loss adds in its forward, and in its backward, with all tokens counted.
+        """Most bytes that the fused loss adds in its forward, and in its backward.
 
-        The forward has the gradients so far and a chunk's logits, while those of the chunk before are still there. The
-        backward scales both gradients into the type of their tensors.
+        The forward has both gradients so far and one chunk's logits with what is computed of them; the backward scales
+        the gradients into new tensors. Where rows are packed some labels do not count, and the states of the others are
+        copied: of nearly all, at most.
         """
-        n_entries, dim = self.weight.shape
-        n_entries, b = -(-n_entries // place.tp), place.itemsize
-        weight, states = n_entries * dim, place.tokens * dim * b
+        n_entries, dim = -(-len(self.weight) // place.tp), self.weight.shape[1]
+        numel, b = n_entries * dim * self.weight.requires_grad, place.itemsize
+        states = place.tokens * dim  # elements, as `numel`
+        by_vocabulary = self.config.weight_gradient == "by_vocabulary"
+        in_float32 = self.config.weight_gradient == "float32"
+        held = (4 if in_float32 else b) * numel + (4 if by_vocabulary else b) * states
         chunk = min(self.chunk_tokens, place.tokens) * n_entries
-        logits = (4 if b == 4 else 4 + b) * chunk
-        before = logits if place.tokens > self.chunk_tokens else 0
-        gradients = 4 * weight + states
-        if b == 4:
-            return gradients + before + logits, gradients + 4 * weight + states
-        # Then the weight's part of a chunk, in the type of the matmul.
-        forward = max(before + logits, logits + b * weight)
-        return gradients + forward, gradients + (4 + b) * weight + states
+        # On the device logsumexp holds as much as the logits, which no count of tensors sees; a bound's slope is as large.
+        twice = place.gpu or self.config.softcap is not None
+        product = b * states if by_vocabulary else 0
+        if in_float32 and b < 4:
+            product = b * min(n_entries, ROWS_AT_ONCE) * dim * self.weight.requires_grad
+        logits = max((8 if twice else 4) * chunk, (4 + b * (b < 4)) * chunk + product)
+        copied = b * states if place.packed else 0
+        return held + logits + copied, held + b * (numel + states) + copied
 
     def parallel_plan(self) -> Mapping[str, Cut]:
         """See `HasParallelPlan`: each rank has a part of the vocabulary, and computes its logits only."""

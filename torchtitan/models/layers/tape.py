@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from torch import nn
+
+from torchtitan.errors import ConfigError
+
 Kind = Literal["matmul", "attention", "collective", "sum", "other"]
 
 
@@ -194,6 +198,7 @@ class Tape:
         out: Value,
         recompute: str = "none",
         every_n_matmuls: int = 2,
+        budget: float = 1.0,
         *,
         frees_gradients: bool = False,
     ) -> Cost:
@@ -202,8 +207,9 @@ class Tape:
         Args:
             x: its input.
             out: its output.
-            recompute: ``none``, ``full`` or ``selective``, as of `ActivationCheckpointing`.
+            recompute: a mode of `ActivationCheckpointing`.
             every_n_matmuls: for ``selective``.
+            budget: for ``budget``, where the compiler keeps this part; taken as a line between ``full`` and ``none``.
             frees_gradients: parameters' gradients are used up as they come.
         """
         saved = {value for op in self.ops for value in op.saves}
@@ -213,6 +219,8 @@ class Tape:
             kept = x.nbytes
         elif recompute == "selective":
             kept = x.nbytes + self._selected(every_n_matmuls)
+        elif recompute == "budget":
+            kept = x.nbytes + int(budget * (kept - x.nbytes))
         return Cost(
             kept=kept,
             forward=self._forward(saved if recompute == "none" else set(), out),
@@ -286,3 +294,17 @@ class Recorded(Protocol):
     def record(self, tape: Tape, x: Value) -> Value:
         """Record the operations of ``forward`` on ``x``; return the result."""
         ...
+
+
+def record(layer: nn.Module, tape: Tape, x: Value) -> Value:
+    """Record what ``layer`` does to ``x``; return the result.
+
+    Raises:
+        ConfigError: if the layer does not say what it keeps.
+    """
+    if not isinstance(layer, Recorded):
+        raise ConfigError(
+            f"model: its layer {type(layer).__qualname__} does not say what it keeps, so its memory has no closed form; "
+            "give it a record(tape, x), see torchtitan/models/layers/tape.py"
+        )
+    return layer.record(tape, x)
