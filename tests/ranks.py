@@ -189,3 +189,5 @@ def _call(call: Call) -> Any:
         return result
     finally:
         dist.destroy_process_group()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # or the graphs of earlier calls count towards the limit of recompilations
