@@ -189,5 +189,23 @@ def _call(call: Call) -> Any:
         return result
     finally:
         dist.destroy_process_group()
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # or the graphs of earlier calls count towards the limit of recompilations
+        _forget()
+
+
+def _forget() -> None:
+    """Drop what torch keeps of a call: the next one may have an equal mesh, but its groups are others.
+
+    It would otherwise be given the mesh of before, and the groups would stay, each with its threads.
+    """
+    import torch  # noqa: PLC0415 - see _call
+
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
+
+        debug._clear_sharding_prop_cache()
+        for planner in vars(_redistribute).values():
+            if hasattr(planner, "cache_clear"):
+                planner.cache_clear()
+        _redistribute._planner_cache.clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # or the graphs of earlier calls count towards the limit of recompilations
