@@ -277,7 +277,10 @@ class Trainer(Configurable):
                 )
             self.checkpointer.wait()
         self.checkpointer.export(
-            self.config.model, self.models["policy"].model, self.config.tokenizer.path
+            self.config.model,
+            self.models["policy"].model,
+            self.config.tokenizer.path,
+            self.tokenizer.chat_template,
         )
         log.info(
             "done: %d of %d steps; the run is in %s",

@@ -264,15 +264,28 @@ class Checkpointer(Configurable):
         if self.config.initial_load:
             load_initial(self.config.initial_load, config, model, self._ranks)
 
-    def export(self, config: Model.Config, model: Model, tokenizer: str | None) -> None:
+    def export(
+        self,
+        config: Model.Config,
+        model: Model,
+        tokenizer: str | None,
+        chat_template: str | None = None,
+    ) -> None:
         """Write a Hugging Face folder into the run's folder, if ``export`` is set; ``model`` stays as it is. Collective.
+
+        Args:
+            config: of the model.
+            model: this rank's part of it.
+            tokenizer: `Tokenizer.Config.path`.
+            chat_template: the text that conversations were written with; None for the tokenizer's own.
 
         Raises:
             CheckpointError: if it cannot be written, or is not what was to be written.
         """
         if self.config.export is not None:
             exporter = self.config.export.build(folder=self.folder.path.parent)
-            exporter.export(config, model, tokenizer, self.config.initial_load, self._ranks)
+            initial = self.config.initial_load
+            exporter.export(config, model, tokenizer, chat_template, initial, self._ranks)
 
     def _names_everywhere(self, what: str, tensors: dict[str, Tensor]) -> set[str]:
         """The names of all ranks' tensors; each set of names that several ranks have travels once."""

@@ -16,7 +16,7 @@ from torchtitan.checkpoint.manifest import STATE
 from torchtitan.cli.arguments import Arguments
 from torchtitan.cli.output import say
 from torchtitan.config.serialize import from_dict
-from torchtitan.data.tokenizer import BUNDLED
+from torchtitan.data.tokenizer import BUNDLED, Tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.models.model import Model
 
@@ -41,12 +41,15 @@ def main(argv: Sequence[str]) -> int:
         return 0
     checkpoint = _whole(arguments.checkpoint)
     config = json.loads((checkpoint / STATE).read_bytes())["config"]
-    tokenizer = arguments.tokenizer or (config.get("tokenizer") or {}).get("path")
+    settings = config.get("tokenizer") or {}
+    tokenizer = arguments.tokenizer or settings.get("path")
+    template = Tokenizer.Config(path=tokenizer, chat_template=settings.get("chat_template"))
     initial = (config.get("checkpoint") or {}).get("initial_load", "")
     target = Target(
         folder=arguments.to,
         dtype=arguments.dtype,
         tokenizer=BUNDLED if tokenizer is None else find_tokenizer(tokenizer),
+        chat_template=template.build().chat_template,
         generation=generation_of(initial) if initial else {},
         max_shard_bytes=int(arguments.max_shard_gib * 2**30),
         allow_loss=arguments.allow_loss,

@@ -55,6 +55,7 @@ class HuggingFaceExport(Configurable):
         config: Model.Config,
         model: Model,
         tokenizer: str | None,
+        chat_template: str | None,
         initial: str,
         ranks: Agreement,
     ) -> Verdict:
@@ -64,6 +65,7 @@ class HuggingFaceExport(Configurable):
             config: of the model.
             model: this rank's part of it.
             tokenizer: `Tokenizer.Config.path`.
+            chat_template: the text of it; None for the tokenizer's own.
             initial: `Checkpointer.Config.initial_load`: settings of generation come from there.
             ranks: of the run.
 
@@ -74,6 +76,7 @@ class HuggingFaceExport(Configurable):
             folder=self.folder,
             dtype=self.config.dtype,
             tokenizer=BUNDLED if tokenizer is None else find_tokenizer(tokenizer),
+            chat_template=chat_template,
             generation=generation_of(initial) if initial else {},
             max_shard_bytes=int(self.config.max_shard_gib * 2**30),
             allow_loss=self.config.allow_loss,

@@ -44,6 +44,7 @@ class Target:
         dtype: of the weights.
         tokenizer: a folder with a tokenizer, or a ``tokenizer.json``; None to write none.
         generation: ``generation_config.json`` of the model that this one was made from.
+        chat_template: the text of it; None for the tokenizer's own.
         max_shard_bytes: largest file, unless one tensor is larger.
         allow_loss: leave out state that the format has no place for.
     """
@@ -52,6 +53,7 @@ class Target:
     dtype: Dtype = "bfloat16"
     tokenizer: Path | None = None
     generation: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
     max_shard_bytes: int = 5 << 30
     allow_loss: bool = False
 
@@ -217,7 +219,7 @@ def _write_rest(hf: dict[str, Any], target: Target, shards: Sequence[_Shard], to
         total = sum(shard.n_bytes for shard in shards)
         _write_json(to / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})  # fmt: skip
     if target.tokenizer is not None:
-        write_tokenizer_files(target.tokenizer, to)
+        write_tokenizer_files(target.tokenizer, to, target.chat_template)
     generation = write_generation_config(to, target.generation)
     ids = {key: generation[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in generation}  # fmt: skip
     # transformers 4 reads torch_dtype, 5 dtype

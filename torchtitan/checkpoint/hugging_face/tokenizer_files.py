@@ -16,8 +16,13 @@ _TURN_ENDS = (
 """Tokens that chat templates end a turn with."""
 
 
-def write_tokenizer_files(source: Path, to: Path) -> None:
-    """Copy the tokenizer of ``source`` (a folder, or a ``tokenizer.json``) and write its chat template where loaders look.
+def write_tokenizer_files(source: Path, to: Path, chat_template: str | None = None) -> None:
+    """Copy the tokenizer of ``source`` (a folder, or a ``tokenizer.json``) and write the chat template where loaders look.
+
+    Args:
+        source: the tokenizer's files.
+        to: the folder to be made.
+        chat_template: text of the template that the model was trained with; None for the tokenizer's own.
 
     Raises:
         CheckpointError: if there is no tokenizer, or its settings are no JSON.
@@ -35,6 +40,8 @@ def write_tokenizer_files(source: Path, to: Path) -> None:
     settings = _read(to / "tokenizer_config.json")
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     _move_template(to, settings)
+    if chat_template is not None:
+        (to / TEMPLATE).write_text(chat_template, encoding="utf-8")
     if not settings.get("eos_token"):
         _name_special_tokens(to, settings)
     _write(to / "tokenizer_config.json", settings)

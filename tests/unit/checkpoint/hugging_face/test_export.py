@@ -5,6 +5,7 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.checkpoint.hugging_face.helpers import exported, read_json, small
+from torchtitan.checkpoint.hugging_face.tokenizer_files import write_tokenizer_files
 from torchtitan.checkpoint.hugging_face.export import Target
 from torchtitan.data.tokenizer import BUNDLED, Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
@@ -146,3 +147,11 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
 def test_files_are_5_gib_by_default(tmp_path):
     assert Target(folder=tmp_path).max_shard_bytes == 5 * 2**30
+
+
+@pytest.mark.parametrize("template", ["jinja", "old"])
+def test_the_template_of_the_training_wins_over_that_of_the_tokenizer(template, tmp_path):
+    tokenizer(tmp_path / "tokenizer", template)
+    (tmp_path / "m").mkdir()
+    write_tokenizer_files(tmp_path / "tokenizer", tmp_path / "m", "{{ messages }}")
+    assert (tmp_path / "m/chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
