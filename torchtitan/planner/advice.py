@@ -1,7 +1,6 @@
 """What to change when a run does not fit: tried in order, each with its new figure."""
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -44,27 +43,33 @@ class _Idea:
 def advise(config: Trainer.Config, world_size: int, memory: int) -> Iterator[Change]:
     """Yield changes that save memory until the run fits into ``memory`` bytes; then more ranks.
 
-    What changes nothing of the result comes first, what costs speed or digits later. What does not help at first is tried
-    once more after the others, which may have moved the peak.
+    What changes nothing of the result comes first, what costs speed or digits later; after each change it begins at the
+    first again, which may help now that the peak has moved.
     """
-    now = copy.deepcopy(config)
+    now, left = config, _ideas()
     total = plan_memory(now, world_size).total
-    left = deque(_ideas())
-    for last_time in (False, True):
-        for _ in range(len(left)):
-            if total <= memory:
-                return
-            idea, tried = left.popleft(), copy.deepcopy(now)
-            if not idea.apply(tried) or check_tree(tried, world_size):
-                continue
-            figure = plan_memory(tried, world_size).total
-            if figure <= total * (1 - _WORTH):
-                now, total = tried, figure
-                yield Change(idea.flags, idea.costs, total, total <= memory, world_size)
-            elif not last_time:
-                left.append(idea)
-    if total > memory:
-        yield from _more_ranks(now, world_size, memory)
+    while total > memory:
+        found = _first_that_helps(left, now, total, world_size)
+        if found is None:
+            yield from _more_ranks(now, world_size, memory)
+            return
+        idea, now, total = found
+        left.remove(idea)
+        yield Change(idea.flags, idea.costs, total, total <= memory, world_size)
+
+
+def _first_that_helps(
+    ideas: list[_Idea], config: Trainer.Config, total: int, world_size: int
+) -> tuple[_Idea, Trainer.Config, int] | None:
+    """The first idea that saves enough of ``total``, with the changed run and its bytes."""
+    for idea in ideas:
+        tried = copy.deepcopy(config)
+        if not idea.apply(tried) or check_tree(tried, world_size):
+            continue
+        figure = plan_memory(tried, world_size).total
+        if figure <= total * (1 - _WORTH):
+            return idea, tried, figure
+    return None
 
 
 def _more_ranks(config: Trainer.Config, world_size: int, memory: int) -> Iterator[Change]:

@@ -39,7 +39,7 @@ def test_figures_are_those_of_the_changed_run():
 
 
 def test_more_ranks_are_the_last_resort():
-    *_, last = advise(seventy_billion(n_layers=8), 8, 5 * GIB)
+    *_, last = advise(seventy_billion(), 8, 20 * GIB)
     assert last.flags == ""
     assert last.ranks > 8
     assert last.fits

@@ -34,7 +34,7 @@ GRID = {
     "tp": (4, {"mesh": {"tp": 2}}),
     "tp without sequence parallel": (4, {"mesh": {"tp": 2, "sequence_parallel": False}}),
 }
-QUICK = ("8 ranks, recomputed", "4 ranks, low bits in the backward", "tp")
+QUICK = ("8 ranks, recomputed", "4 ranks, muon", "tp")
 
 
 def error(name):
