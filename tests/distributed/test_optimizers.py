@@ -157,7 +157,8 @@ def gradients_alive(folder, early):
             alive = {
                 n for each in (sharded, gathered) for n, p in each.items() if p.grad is not None
             }
-            most_units = max(most_units, len({unit_of(name, units.values()) for name in alive}))
+            # The root unit, "", has what is left: a norm, whose gradient FSDP reduces at the end.
+            most_units = max(most_units, len({unit_of(n, units.values()) for n in alive} - {""}))
             storages = {
                 local_of(p.grad).untyped_storage().data_ptr(): local_of(p.grad).untyped_storage()
                 for p in sharded.values()
@@ -181,7 +182,7 @@ def test_at_most_one_units_gradients_are_alive(ranks, tmp_path):
         assert units == 1
         assert 0 < size < everything / 2
     for units, size, everything in ranks(gradients_alive, 2, tmp_path / "plain", False):
-        assert units == 5  # two blocks, embedding, head, and the norm: the count can fail
+        assert units == 4  # two blocks, embedding and head: the count can fail
         assert size >= everything
 
 
