@@ -5,8 +5,8 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.checkpoint.hugging_face.helpers import exported, read_json, small
-from torchtitan.checkpoint.hugging_face.tokenizer_files import write_tokenizer_files
 from torchtitan.checkpoint.hugging_face.export import Target
+from torchtitan.checkpoint.hugging_face.tokenizer_files import write_tokenizer_files
 from torchtitan.data.tokenizer import BUNDLED, Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.models.layers.attention import GQA
