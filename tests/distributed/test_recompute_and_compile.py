@@ -148,7 +148,12 @@ SPREAD = [  # (ranks, parallelism, pipeline)
 
 @pytest.mark.parametrize(
     ("mode", "backend"),
-    [("full", None), ("selective", None), ("none", "aot_eager"), ("full", "aot_eager")],
+    [
+        pytest.param("full", None, marks=pytest.mark.slow),
+        pytest.param("selective", None, marks=pytest.mark.slow),  # both are in the parity grid
+        ("none", "aot_eager"),
+        pytest.param("full", "aot_eager", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(("world_size", "parallelism", "pipeline"), SPREAD, ids=str)
 def test_they_compose_with_the_other_axes(

@@ -96,7 +96,7 @@ PIPELINES = [  # (ranks, pp, micro-batches, settings)
 
 
 @pytest.mark.parametrize(("world_size", "pp", "micro_batches", "settings"), PIPELINES, ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stated_traffic_is_what_a_pipeline_sends(
     ranks, world_size, pp, micro_batches, settings, tied
 ):
@@ -279,7 +279,14 @@ CONTEXTS = [  # (ranks, mesh, options)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "ring", "ulysses"])
-@pytest.mark.parametrize(("world_size", "degrees", "options"), CONTEXTS, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "options"),
+    [
+        pytest.param(*context, marks=[] if context[0] == 2 else pytest.mark.slow)
+        for context in CONTEXTS
+    ],
+    ids=str,
+)
 def test_stated_traffic_is_what_context_parallel_sends(ranks, world_size, degrees, options, kind):
     mesh = Mesh.Config(**{"dp_shard": 1, **degrees}, context=ContextParallel.Config(kind=kind))
     heads = GQA.Config(n_heads=8, n_kv_heads=4)
