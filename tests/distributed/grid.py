@@ -15,6 +15,7 @@ from tests.tiny import tiny, tiny_model
 from torchtitan.config import check_tree
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.norm import RMSNorm
+from torchtitan.optim.sgd import SGD
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.trainer import Trainer
 
@@ -63,7 +64,7 @@ class Case:
         model: of `MODELS`.
         degrees: of the mesh; 1 for those that are not there.
         options: ``sequence_parallel``, ``kind`` (of context parallel), ``schedule``, ``recompute`` (activation
-            checkpointing), ``compile``.
+            checkpointing), ``compile``, ``optimizer``.
     """
 
     model: str
@@ -94,6 +95,10 @@ class Case:
         )
         config.model = MODELS[self.model]
         config.optimizer.lr = 1e-3  # a larger one grows rounding faster than 1e-5 in five steps
+        if (
+            options.get("optimizer") == "sgd"
+        ):  # far enough that the rounding of the weights is small beside it
+            config.optimizer = SGD.Config(lr=1.0, momentum=0.0, weight_decay=0.0)
         config.training.max_grad_norm = None  # the gradients are compared as they are
         parallelism = config.parallelism
         parallelism.dp_shard = 1
@@ -148,6 +153,7 @@ def _dense() -> Iterator[Case]:
         yield Case("dense", {axis: 2}, {**options, "recompute": "full"})
         yield Case("dense", {axis: 2}, {**options, "recompute": "selective"})
         yield Case("dense", {axis: 2}, {**options, "compile": True})
+        yield Case("dense", {axis: 2}, {**options, "optimizer": "sgd"})
 
 
 def _tied() -> Iterator[Case]:
@@ -196,4 +202,5 @@ SLICE = [
 
 def alone(case: Case) -> Case:
     """The same on one process."""
-    return replace(case, degrees={}, options={})
+    options = {k: v for k, v in case.options.items() if k == "optimizer"}
+    return replace(case, degrees={}, options=options)
