@@ -155,6 +155,7 @@ def test_twice_differentiating_is_refused():
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore")  # those of the compiler's own parts
 @pytest.mark.slow
 def test_it_can_be_compiled_inside_and_outside():
     hidden, weight, labels = case(30, vocab=64)

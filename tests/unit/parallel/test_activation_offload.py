@@ -10,6 +10,8 @@ from torchtitan.parallel.activation_checkpointing import (
 )
 from torchtitan.parallel.compile import Compile, apply_compile
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # dynamo looks at .grad of all
+
 B, S, D = 4, 32, 16
 
 
