@@ -23,7 +23,10 @@ def model(first_k_dense=0, scope="sequence"):
 
 
 def steps_of(folder, model, degrees, world_size, micro_batch_rows=1, n_steps=3):
-    """Numbers of each step, the first step's gradients, the initial weights and the biases at the end, of this rank."""
+    """Numbers of each step, the first step's gradients, the initial weights and the biases at the end, of this rank.
+
+    With several rows in a micro-batch they are those that as many data ranks have in one: first of each, second of each.
+    """
     config = tiny(folder, micro_batch_rows=micro_batch_rows, max_grad_norm=None)
     config.model = model
     config.parallelism = dataclasses.replace(config.parallelism, **degrees)
@@ -41,7 +44,9 @@ def steps_of(folder, model, degrees, world_size, micro_batch_rows=1, n_steps=3):
         policy.optimizer.zero_grad = keep_gradients
         for step in range(n_steps):
             n, size = 8 // mesh.dp_world_size, trainer.micro_batch_rows
-            batch = cut(rows(8, 32, model.vocab_size, seed=step), mesh.cp, mesh.context.kind)
+            batch = rows(8, 32, model.vocab_size, seed=step)
+            order = torch.arange(8).view(micro_batch_rows, -1).t().flatten()
+            batch = cut({k: v[order] for k, v in batch.items()}, mesh.cp, mesh.context.kind)
             own = {k: v[mesh.dp_rank * n : (mesh.dp_rank + 1) * n] for k, v in batch.items()}
             done = trainer.train_step([
                 {k: v[i : i + size] for k, v in own.items()} for i in range(0, n, size)
