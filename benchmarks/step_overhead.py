@@ -30,7 +30,7 @@ def bare_loop(trainer: Trainer) -> Callable[[Batch], float]:
     """A hand-written step over a copy of the trainer's model."""
     model = trainer.config.model.build()
     policy = trainer.models["policy"]
-    model.load_state_dict({n: p.full_tensor() for n, p in policy.model.named_parameters()})
+    model.load_state_dict({n: p.detach() for n, p in policy.model.named_parameters()})
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
