@@ -173,7 +173,8 @@ class Mesh(Configurable):
         self.context = config.context
         self.sequence_parallel = d.sequence_shards > 1
         """Whether the tp ranks divide the residual stream's tokens among them."""
-        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._timeout = timedelta(seconds=config.timeout_s)
         # The same ranks, factored in several ways; tp is the innermost axis in all of them.
         dense = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp)
         expert = self._factor(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep)
@@ -193,9 +194,10 @@ class Mesh(Configurable):
         """Ranks whose loss sums add up: they hold different tokens."""
         self.dp_rank: int = grid.get_local_rank("data")
         """This rank's number among the data ranks; its cp, tp and pp peers have the same rows."""
-        timeout = timedelta(seconds=config.timeout_s)
         fake = dist.get_backend() == "fake"  # a dry run
-        self.control: Any = dist.new_group(backend="fake" if fake else "gloo", timeout=timeout)
+        self.control: Any = dist.new_group(
+            backend="fake" if fake else "gloo", timeout=self._timeout
+        )
         """CPU group of all ranks, for decisions that the hosts take together."""
 
     def _factor(self, **axes: int) -> "DeviceMesh":
