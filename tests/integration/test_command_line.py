@@ -201,6 +201,7 @@ def test_a_rank_that_ends_or_hangs_is_named_with_the_last_good_checkpoint(tmp_pa
         "--metrics.every-n-steps=1",
         "--checkpoint.every-n-steps=2",
         "--parallelism.timeout-s=5",
+        "--checkpoint.timeout-s=5",
         "--ngpu=2",
     ]
     process = subprocess.Popen(
@@ -213,7 +214,10 @@ def test_a_rank_that_ends_or_hangs_is_named_with_the_last_good_checkpoint(tmp_pa
         if variables_of(pid).get("LOCAL_RANK") == "1" and parent_of(pid) == process.pid
     )
     os.kill(rank_1, number)
-    _, error = process.communicate(timeout=120)
+    try:
+        _, error = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 6, error
     assert "rank 1 " in error
     saved = sorted((tmp_path / "run" / "checkpoints").glob("step-????????"))[-1]

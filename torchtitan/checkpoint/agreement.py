@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from torchtitan.errors import CheckpointError, DistributedError
 
 T = TypeVar("T")
+
+TIMEOUT_S = 1800.0
+"""Seconds that a rank waits for the others: a large shard on a slow disk takes minutes longer than a small one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +30,21 @@ class Agreement:
     training step. One process needs no group, and no initialised ``torch.distributed``.
     """
 
-    def __init__(self) -> None:
-        """Create the group; all ranks must call this at the same point."""
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Create the group; all ranks must call this at the same point.
+
+        Args:
+            timeout_s: seconds that a rank waits for the others: the longest that one may be ahead of another.
+        """
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self.group: dist.ProcessGroup | None = None
         if self.world_size > 1:
-            self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+            self.group = cast(
+                "dist.ProcessGroup",
+                dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+            )
 
     def each(self, what: str, step: Callable[[], T]) -> list[T]:
         """Run ``step`` on every rank and return the results of all ranks, by rank.

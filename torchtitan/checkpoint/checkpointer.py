@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.agreement import Agreement
+from torchtitan.checkpoint.agreement import TIMEOUT_S, Agreement
 from torchtitan.checkpoint.files import HashedFiles
 from torchtitan.checkpoint.folder import CheckpointFolder
 from torchtitan.checkpoint.hugging_face.component import HuggingFaceExport
@@ -52,6 +52,7 @@ class Checkpointer(Configurable):
                 "export",
                 "allow_changes",
                 "verify_hashes",
+                "timeout_s",
             }
         )
 
@@ -76,6 +77,9 @@ class Checkpointer(Configurable):
         computed, for example `optimizer.lr`."""
         verify_hashes: bool = True
         """Compare every file with its sha256 before resuming. Sizes are always compared."""
+        timeout_s: float = TIMEOUT_S
+        """Seconds that a rank waits for the others while a checkpoint is written or read. Longer than
+        `parallelism.timeout_s`, since one rank may write for minutes when another has done."""
 
         def check(self) -> Iterator[Problem]:
             """Intervals, counts, and whether a checkpoint named in ``resume`` exists."""
@@ -90,6 +94,10 @@ class Checkpointer(Configurable):
             if self.keep_latest < 1:
                 yield Problem(
                     "keep_latest", self.keep_latest, "would keep no checkpoint", "set 1 or more"
+                )
+            if self.timeout_s <= 0:
+                yield Problem(
+                    "timeout_s", self.timeout_s, "is not positive", "set seconds such as 1800"
                 )
             if (
                 self.resume not in ("latest", "never")
@@ -122,7 +130,7 @@ class Checkpointer(Configurable):
     def __init__(self, config: Config, run_folder: Path) -> None:
         self.config = config
         self.folder = CheckpointFolder.of_run(run_folder)
-        self._ranks = Agreement()
+        self._ranks = Agreement(config.timeout_s)
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: futures.Future[None] | None = None
         self._verified: set[Path] = set()
