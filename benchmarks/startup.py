@@ -11,6 +11,7 @@ import sys
 
 BUDGET_S = 0.5
 CLI = "import sys; from torchtitan.cli.main import main; sys.exit(main(sys.argv[1:]))"
+DRY_RUN = ("train", "--dry-run")  # also builds the model on the meta device and counts its traffic: no budget
 COMMANDS = {  # arguments: whether it imports torch
     ("--help",): False,
     ("recipes", "list"): False,
@@ -18,9 +19,10 @@ COMMANDS = {  # arguments: whether it imports torch
     ("train", "--config", "nothing"): False,
     ("train", "--ngpu", "none"): False,
     ("train", "--help"): True,
-    ("train", "--dry-run"): True,
     ("train", "--training.stepz", "3"): True,
+    ("train", "--model.attention.n-heads", "3", "--parallelism.tp", "2", "--ngpu", "3"): True,
     ("train", "--training.steps", "x", "--ngpu", "3"): True,
+    DRY_RUN: True,
 }
 MEASURE = """
 import os, subprocess, sys
@@ -49,7 +51,7 @@ def main() -> int:
     over = 0
     for command, times in taken.items():
         seconds = min(times) - (min(bare) if COMMANDS[command] else 0.0)
-        over += seconds > BUDGET_S
+        over += seconds > BUDGET_S and command != DRY_RUN
         base = "+ import torch" if COMMANDS[command] else ""
         print(f"{seconds:6.2f} s {base:15} torchtitan {' '.join(command)}")
     return 1 if over else 0
