@@ -25,7 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 TORCH = "torch==2.13.0"
 ROOT = Path(__file__).parents[1]
@@ -172,8 +174,8 @@ class Worker:
 
 
 def in_turn(
-    measures: dict[str, Callable[[], float]], *, rounds: int, warmup: int = 0
-) -> dict[str, list[float]]:
+    measures: dict[str, Callable[[], T]], *, rounds: int, warmup: int = 0
+) -> dict[str, list[T]]:
     """Measure each once a round; the order turns by one from round to round, so that no one always follows the same one.
 
     Args:
@@ -181,7 +183,7 @@ def in_turn(
         rounds: that count.
         warmup: rounds before them, which do not.
     """
-    names, found = list(measures), {name: [] for name in measures}
+    names, found = list(measures), {name: list[T]() for name in measures}
     for number in range(warmup + rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
