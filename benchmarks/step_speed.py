@@ -39,11 +39,16 @@ from torchtitan.data.embedded import Embedded
 from torchtitan.data.files import Files
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import BUNDLED, Tokenizer
+from torchtitan.models.layers.attention import GQA
+from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.init import init_weights
 from torchtitan.models.llama3.sizes import llama3
 
-HF = "hf_trainer", ["transformers==5.24.0", "accelerate==1.15.0"]
-TORCHTUNE = "torchtune", ["torchtune==0.6.1", "torchao==0.10.0"]
+Environment = tuple[str, list[str]]
+"""Name and requirements."""
+
+HF: Environment = "hf_trainer", ["transformers==5.24.0", "accelerate==1.15.0"]
+TORCHTUNE: Environment = "torchtune", ["torchtune==0.6.1", "torchao==0.10.0"]
 PEERS = {  # contestant: script, environment
     "transformers, bare loop": ("bare_transformers_step.py", HF),
     "transformers, Trainer": ("hf_trainer_step.py", HF),
@@ -66,7 +71,9 @@ def make_contest(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         The setup of the workers.
     """
     config = llama3("debug")
-    config.n_layers = args.layers
+    config.n_layers, config.dim = args.layers, args.dim
+    config.attention = GQA.Config(n_heads=args.dim // 64, n_kv_heads=args.dim // 128)
+    config.feed_forward = SwiGLU.Config(ffn_dim=args.dim * 11 // 4)
     model = config.build()
     init_weights(model, seed=0)
     counts = model.parameter_counts()
@@ -106,6 +113,7 @@ def make_contest(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "compile": args.compile,
         "n_params": counts.total,
+        "flops_per_token": model.flops_per_token(args.seq_len),
         "model": json.loads((folder / "model" / "config.json").read_text(encoding="utf-8")),
     }
 
@@ -156,6 +164,17 @@ def contest(
         name: facts[name] | {key: [step[key] for step in taken] for key in ("seconds", "cpu_s")}
         for name, taken in steps.items()
     }
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `make_contest` reads, but for ``--dim`` and ``--rounds``."""
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--threads", type=int, help="of each process; the default is torch's")
+    parser.add_argument("--compile", action="store_true", help="each compiles as it does")
+    parser.add_argument("--json", type=Path, help="write the result there too")
 
 
 def main() -> None:

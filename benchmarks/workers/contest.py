@@ -2,13 +2,14 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from serving import Gate, peak_rss_gib, versions
+from serving import Gate, cpu_s, peak_rss_gib, versions
 from torch import Tensor, nn
 
 Setup = dict[str, Any]
@@ -32,6 +33,28 @@ def facts(*packages: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(*packages),
         "peak_rss_gib": peak_rss_gib(),
+        "cpu_s": cpu_s(),
+    }
+
+
+def gemm(shape: list[int], least_flops: float = 2e9) -> dict[str, float]:
+    """Multiply float32 matrices, ``(M, K)`` by ``(K, N)``; how long it takes.
+
+    Args:
+        shape: M, K, N.
+        least_flops: multiply again until it is so many.
+    """
+    m, k, n = shape
+    a, b, out = torch.ones(m, k), torch.ones(k, n), torch.empty(m, n)
+    count = -int(-least_flops // (2 * m * k * n))
+    torch.mm(a, b, out=out)  # not timed: memory and threads are new
+    start, cpu = time.perf_counter(), cpu_s()
+    for _ in range(count):
+        torch.mm(a, b, out=out)
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_s": cpu_s() - cpu,
+        "flops": 2.0 * m * k * n * count,
     }
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from contest import facts, read_setup
+from contest import facts, gemm, read_setup
 from serving import Gate
 
 from torchtitan.batch import Batch
@@ -55,7 +55,7 @@ class GatedTrainer(Trainer):
 def main() -> None:
     """Train until nobody asks for another step."""
     setup = read_setup()
-    gate = Gate({"facts": facts})
+    gate = Gate({"facts": facts, "gemm": gemm})
     trainer = GatedTrainer(recipe(setup))
     trainer.gate = gate
     try:

@@ -1,14 +1,18 @@
 """Contestant: torchtune's recipe for full fine-tuning on a single device, on rows that are tokenized already."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
+import torchtune
 from contest import Setup, facts, read_rows, read_setup
 from omegaconf import OmegaConf
-from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from serving import Gate
 from torch import Tensor
 from torch.utils.data import Dataset
+
+RECIPE = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
+Recipe: Any = runpy.run_path(str(RECIPE))["FullFinetuneRecipeSingleDevice"]  # as `tune run` does
 
 
 class Rows(Dataset):
@@ -32,7 +36,7 @@ class NoTokenizer:
     max_seq_len = None
 
 
-class GatedRecipe(FullFinetuneRecipeSingleDevice):
+class GatedRecipe(Recipe):
     """Waits before each step; each is one micro-batch."""
 
     gate: Gate
