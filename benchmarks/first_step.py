@@ -95,20 +95,22 @@ def first_step(start: Callable[[], Worker]) -> Measured:
         return {"seconds": seconds, "cpu_s": worker.ask("facts")["cpu_s"]}
 
 
-def measures_of(folder: str, setup: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+def measures_of(folder: str, setup: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """All questions: what is measured, and by which call."""
 
     def python_of(env: Environment | None) -> Path | None:
         return None if env is None else environment(*env)
 
     def kept(names: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in names.items() if not any(word in k for word in without)}
+        return {k: v for k, v in names.items() if not any(word in k for word in args.without)}
 
     def process(env: Environment | None, code: str, *arguments: str) -> Callable[[], Measured]:
         return partial(whole_process, python_of(env), code, folder, arguments)
 
     scripts = {OURS: ("torchtitan_step.py", HERE), BARE: ("bare_step.py", HERE)} | PEERS
-    offline = {"HF_HUB_OFFLINE": "1"}
+    environ = {"HF_HUB_OFFLINE": "1"}
+    if args.threads:
+        environ["OMP_NUM_THREADS"] = str(args.threads)
     return {
         "help": {name: process(*of, "--help") for name, of in kept(HELP).items()},
         "help of a run": {
@@ -119,7 +121,7 @@ def measures_of(folder: str, setup: dict[str, Any], without: Sequence[str]) -> d
         "first step": {
             name: partial(
                 first_step,
-                partial(Worker, name, script, setup, python=python_of(env), environ=offline),
+                partial(Worker, name, script, setup, python=python_of(env), environ=environ),
             )
             for name, (script, env) in kept(scripts).items()
         },
@@ -131,6 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", nargs="*", default=[], help="words of what to leave out")
+    parser.add_argument("--only", nargs="*", help="of: help, help of a run, import, first step")
+    parser.add_argument("--threads", type=int, help="of each first step; the default is torch's")
     parser.add_argument("--json", type=Path, help="write the result there too")
     args = parser.parse_args()
     head, result = machine(), {}
@@ -140,7 +144,9 @@ def main() -> None:
     print(head)
     with tempfile.TemporaryDirectory() as folder:
         setup = make_contest(Path(folder), sizes)
-        for question, measures in measures_of(folder, setup, args.without).items():
+        for question, measures in measures_of(folder, setup, args).items():
+            if args.only and question not in args.only:
+                continue
             found = in_turn(measures, rounds=args.rounds, warmup=1)
             result[question] = {
                 name: {

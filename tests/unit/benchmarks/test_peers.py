@@ -52,6 +52,25 @@ serve({{
 """
 
 
+LOOP = f"""
+import os, subprocess, sys, time
+sys.path.insert(0, {str(peers.WORKERS)!r})
+from serving import Gate, cpu_s
+
+gate = Gate({{"cpu_s": cpu_s}})
+last = None
+for number in range(3):
+    gate.wait(last)
+    if number == 1:
+        child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        while cpu_s() < 0.3: time.sleep(0.01)  # by the child, which is alive
+        child.kill()
+        child.wait()
+    last = lambda number=number: 10.0 + number
+gate.wait(last)
+"""
+
+
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "worker.py"
@@ -89,6 +108,22 @@ def test_a_worker_that_ends_or_hangs_is_told_with_its_last_words(script):
         pytest.raises(PeerError, match=r"toy ended with code -9 at 'hang'"),
     ):
         worker.ask("hang")
+
+
+def test_a_loop_is_held_between_its_steps(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP, encoding="utf-8")
+    with Worker("loop", path) as worker:
+        before = worker.ask("cpu_s")
+        first = worker.ask("step")
+        assert first["loss"] == 10.0
+        assert worker.ask("cpu_s") >= before  # other questions are answered in between
+        second = worker.ask("step")
+        assert second["loss"] == 11.0
+        # CPU time of child processes counts while they live and afterwards
+        assert second["cpu_s"] > first["cpu_s"]
+        assert worker.ask("cpu_s") > 0.1
+        assert worker.ask("step")["loss"] == 12.0
 
 
 def test_only_our_own_worker_sees_our_search_path(script, monkeypatch):
