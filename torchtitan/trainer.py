@@ -210,7 +210,8 @@ class Trainer(Configurable):
         if self.device.type == "cpu":
             keep_freed_memory()
         self.mesh = config.parallelism.build(self.device)
-        torch.use_deterministic_algorithms(training.deterministic)
+        if training.deterministic or torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(training.deterministic)  # imports the compiler: 1 s
         seed_everything(training.seed, self.mesh.rank)
         self.tokenizer = self._build_tokenizer()
         self.loader = self._open_loader(config.data)

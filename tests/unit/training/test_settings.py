@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.tiny import running, tiny
 from torchtitan.errors import ConfigError
 from torchtitan.training.settings import Training
 
@@ -79,3 +80,12 @@ def test_compute_dtype():
     assert Training.compute_dtype(config(), torch.device("cuda")) == torch.bfloat16
     chosen = config(compute_dtype="bfloat16")
     assert Training.compute_dtype(chosen, torch.device("cpu")) == torch.bfloat16
+
+
+def test_deterministic_kernels_are_asked_for_and_not_left_on_for_the_next_run(tmp_path):
+    try:
+        for wanted in (True, False):
+            with running(tiny(tmp_path / str(wanted), deterministic=wanted)):
+                assert torch.are_deterministic_algorithms_enabled() == wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
