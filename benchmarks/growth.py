@@ -3,8 +3,8 @@
 Time is measured: steps of one run for each value, in turn, on this machine. Memory is that of a rank: counted on fake
 tensors and fake ranks (`torchtitan.planner.verify.track`), beside the planner's closed form. For each axis a line is
 fitted (what one more costs, and what is there without), and a power law (its exponent: 1 is proportional, 0 constant),
-over all values and over the last two, where what does not grow weighs least. On ranks each has the same rows, so more of
-them share the model alone; fake ranks take no time, so none is given.
+over all values and over the last two, where what does not grow weighs least. Ranks have a row each and share the model: the
+line is in 1 / ranks (what is shared, and what each has). Fake ranks take no time, so none is given.
 
     python -m benchmarks.growth [--axes seq_len layers rows ranks] [--rounds 7] [--recompute none] [--json FILE]
 """
@@ -37,10 +37,10 @@ class Axis:
     """What grows.
 
     Attributes:
-        unit: of the line's slope.
+        unit: of the line's slope, in words.
         values: small to large.
         apply: sets one in a config.
-        timed: whether steps can be measured.
+        timed: whether steps can be measured; ranks cannot, and share the model.
     """
 
     unit: str
@@ -63,10 +63,10 @@ def _rows(config: Trainer.Config, value: int) -> None:
 
 
 AXES = {
-    "seq_len": Axis("1,024 tokens of a row", (128, 256, 512, 1024, 2048), _seq_len),
-    "layers": Axis("layer", (2, 4, 8, 16), _layers),
-    "rows": Axis("row", (1, 2, 4, 8), _rows),
-    "ranks": Axis("", (1, 2, 4, 8, 16, 32, 64), _rows, timed=False),
+    "seq_len": Axis("per 1,024 tokens of a row", (128, 256, 512, 1024, 2048), _seq_len),
+    "layers": Axis("per layer", (2, 4, 8, 16), _layers),
+    "rows": Axis("per row", (1, 2, 4, 8), _rows),
+    "ranks": Axis("/ ranks", (2, 4, 8, 16, 32, 64), _rows, timed=False),
 }
 PER = {"seq_len": 1024}
 """Steps of an axis in the unit of its slope."""
@@ -77,8 +77,8 @@ class Fit:
     """How a quantity grows.
 
     Attributes:
-        slope: of the line, a unit.
-        intercept: of the line: what does not grow.
+        slope: of the line, a unit; on ranks that of 1 / ranks.
+        intercept: of the line: what does not change.
         exponent: of the power law over all values.
         last: the same between the last two.
     """
@@ -89,9 +89,10 @@ class Fit:
     last: float
 
 
-def fit(values: Sequence[float], found: Sequence[float]) -> Fit:
-    """Least squares: of the values for the line, of their logarithms for the power law."""
-    slope, intercept = statistics.linear_regression(values, found)
+def fit(values: Sequence[float], found: Sequence[float], *, shared: bool = False) -> Fit:
+    """Least squares: of the values (or of 1 / value, where they share) for the line, of the logarithms for the power law."""
+    along = [1 / value for value in values] if shared else values
+    slope, intercept = statistics.linear_regression(along, found)
     logs = [math.log(v) for v in values], [math.log(f) for f in found]
     exponent = statistics.linear_regression(*logs).slope
     last = (logs[1][-1] - logs[1][-2]) / (logs[0][-1] - logs[0][-2])
@@ -174,7 +175,11 @@ def fits(name: str, found: Sequence[Point]) -> dict[str, Fit]:
         "counted": [point.counted for point in found],
         "planned": [point.planned for point in found],
     }
-    return {what: fit(values, ys) for what, ys in quantities.items() if len(ys) == len(values)}
+    return {
+        what: fit(values, ys, shared=not AXES[name].timed)
+        for what, ys in quantities.items()
+        if len(ys) == len(values)
+    }
 
 
 def tell(name: str, axis: Axis, found: Sequence[Point]) -> None:
@@ -196,15 +201,8 @@ def tell(name: str, axis: Axis, found: Sequence[Point]) -> None:
     rows = []
     for what, grown in fits(name, found).items():
         unit, size = units.get(what, ("MiB", MIB))
-        line = f"{grown.slope / size:.3g} a {axis.unit} + {grown.intercept / size:.3g}"
-        rows.append(
-            (
-                f"{what}, {unit}",
-                line if axis.unit else "falls",
-                f"{grown.exponent:.2f}",
-                f"{grown.last:.2f}",
-            )
-        )
+        line = f"{grown.slope / size:.3g} {axis.unit} + {grown.intercept / size:.3g}"
+        rows.append((f"{what}, {unit}", line, f"{grown.exponent:.2f}", f"{grown.last:.2f}"))
     print(table(rows, header=(f"by {name}", "line", "exponent", "of the last two")) + "\n")
 
 
