@@ -10,6 +10,7 @@ place, must be that of the run that saved. Memory is what the processes grow by 
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def tell(
     print(table(rows, header=header))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print two tables and optionally write them as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4, help="that save (4)")
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="before and after each save (4)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the result there too")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     head = machine()
     with tempfile.TemporaryDirectory() as folder:
         setup = setup_of(config_of(args), folder)

@@ -206,14 +206,14 @@ def tell(name: str, axis: Axis, found: Sequence[Point]) -> None:
     print(table(rows, header=(f"by {name}", "line", "exponent", "of the last two")) + "\n")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print two tables an axis and optionally write them as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--recompute", default="none", choices=("none", "full"))
     parser.add_argument("--json", type=Path, help="write the result there too")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     head = machine()
     print(f"llama3 debug, float32 on the CPU, activation checkpointing {args.recompute}\n")
     result: dict[str, Any] = {}

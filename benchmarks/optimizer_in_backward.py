@@ -9,6 +9,7 @@ the resident memory that the steps add (high-water mark, Linux). The losses of b
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def pair(args: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table and optionally write it as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dim", type=int, default=768)
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path, help="write the result there too")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     head = machine()
     cases = [case for ranks in args.ranks for case in pair(args, ranks)]
     rows = [

@@ -9,6 +9,7 @@ So nothing is downloaded, the peak that is measured is the run's own, and a run 
 import copy
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -73,7 +74,6 @@ class Ranks:
                 setup,
                 environ={
                     "OMP_NUM_THREADS": str(threads),
-                    "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
                     **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if together else {}),
                     **together,
                 },
@@ -115,7 +115,10 @@ def _meeting(ranks: int) -> dict[str, str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if sys.platform == "linux":  # all ranks are on this machine
+        meeting["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return meeting
 
 
 class Steps(Protocol):

@@ -222,7 +222,7 @@ def ladder(
 
 
 def smoke(case: Case) -> Case:
-    """The same case with a tiny model on the CPU, on two ranks at most; compiled without code generation."""
+    """The same case with a tiny model on the CPU, on two ranks at most; compiled without code generation, nothing published."""
     config: Any = copy.deepcopy(case.config)
     ranks, all_logits = min(case.ranks, 2), config.model.head.chunk_tokens == ALL_TOKENS
     config.model = Decoder.Config(
@@ -237,7 +237,7 @@ def smoke(case: Case) -> Case:
     config.training.seq_len, config.training.global_batch_rows = 256, 2 * ranks
     config.training.device, config.training.compute_dtype = "cpu", "bfloat16"
     config.compile.backend = "aot_eager"
-    return dataclasses.replace(case, config=config, ranks=ranks)
+    return dataclasses.replace(case, config=config, ranks=ranks, public=None)
 
 
 def measure(case: Case, *, samples: int, steps: int, timeout_s: float) -> Measured:
@@ -271,16 +271,23 @@ class Budget:
     Args:
         minutes: in all; None for no limit.
         rate: FLOP/s that steps are guessed to reach.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, minutes: float | None, rate: float) -> None:
-        self._end = time.monotonic() + 60 * (1e6 if minutes is None else minutes)
+    def __init__(
+        self,
+        minutes: float | None,
+        rate: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._end = clock() + 60 * (1e6 if minutes is None else minutes)
         self._rate = rate
         self._start_s = {False: START_S, True: START_S + COMPILE_S}
 
     def left_s(self) -> float:
         """Until the end."""
-        return self._end - time.monotonic()
+        return self._end - self._clock()
 
     def needs_s(self, case: Case, planned: Planned, steps: int) -> float:
         """Guess of a case of ``steps`` steps."""
@@ -311,14 +318,12 @@ def outcomes(
             note = f"cut: about {needs_s:.0f} s, {max(0, left_s):.0f} s of --minutes are left"
         else:
             print(f"{case.group}, {case.name} ...", flush=True)
-            begin = time.monotonic()
             try:
                 measured = measure(case, samples=samples, steps=steps, timeout_s=left_s + 5)
             except PeerError as error:
-                note = _reason(error)
+                note = "cut: --minutes are over" if budget.left_s() < 0 else _reason(error)
             else:
-                wall_s = time.monotonic() - begin
-                budget.learn(case, wall_s, measured.step_s.median, count)
+                budget.learn(case, left_s - budget.left_s(), measured.step_s.median, count)
                 note = _other_loss(measured, losses.setdefault(case.group, measured.first_loss))
         done[place] = Outcome(case, planned, measured, note)
     return [done[place] for place in range(len(cases))]
@@ -326,10 +331,11 @@ def outcomes(
 
 def _reason(error: PeerError) -> str:
     """Why a case failed, in a few words."""
-    text = str(error)
-    if "OutOfMemoryError" in text:
+    lines = str(error).strip().splitlines()
+    if any("OutOfMemoryError" in line for line in lines):
         return "out of memory, which the plan did not see"
-    return f"failed: {text.strip().splitlines()[-1][:200]}"
+    told = lines[0] if "ended with code" in lines[0] else lines[-1]  # killed, or an exception
+    return f"failed: {told.strip()[:200]}"
 
 
 def _other_loss(measured: Measured, loss: float) -> str:
@@ -384,9 +390,9 @@ def result_table(found: Sequence[Outcome], peak: float | None, ceilings: Ceiling
     rows = []
     for outcome in found:
         case, planned, measured = outcome.case, outcome.planned, outcome.measured
-        cells = ["-"] * 8
+        cells = ["-"] * 9
         if not case.bare:
-            cells[6] = f"{planned.tensors / GIB:.2f}"
+            cells[7] = f"{planned.tensors / GIB:.2f}"
         if measured:
             tflops = planned.flops / measured.step_s.median / 1e12
             cells[0] = _rates(case, measured.step_s)
@@ -395,9 +401,10 @@ def result_table(found: Sequence[Outcome], peak: float | None, ceilings: Ceiling
             cells[2] = f"{tflops:.3g}"
             cells[3] = f"{tflops / peak:.1%}" if peak else "-"
             cells[4] = f"{tflops / ceilings.gemm_tflops:.1%}"
-            cells[5] = f"{measured.peak / GIB:.2f}" if measured.peak else "-"
+            cells[5] = f"{measured.reserved / GIB:.2f}" if measured.reserved else "-"
+            cells[6] = f"{measured.peak / GIB:.2f}" if measured.peak else "-"
             if measured.peak and not case.bare:
-                cells[7] = f"{100 * (planned.tensors / measured.peak - 1):+.1f} %"
+                cells[8] = f"{100 * (planned.tensors / measured.peak - 1):+.1f} %"
         rows.append((case.group, case.name, *cells, *_public(case), outcome.note))
     header = (
         "",
@@ -407,14 +414,15 @@ def result_table(found: Sequence[Outcome], peak: float | None, ceilings: Ceiling
         "TFLOP/s",
         "MFU",
         "of GEMM",
-        "peak, GiB",
+        "reserved, GiB",
+        "tensors, GiB",
         "planned",
         "difference",
         *_public_header([o.case for o in found]),
         "note",
     )
     with_public = any(o.case.public for o in found)
-    return table([row if with_public else (*row[:10], row[-1]) for row in rows], header=header)
+    return table([row if with_public else (*row[:11], row[-1]) for row in rows], header=header)
 
 
 def _rates(case: Case, step_s: Spread) -> str:
@@ -483,7 +491,8 @@ def main(
             "real steps reach 40 to 50 % of it.\n"
         )
         print(plan_table(cases, device))
-        print(f"\n{notes}" if notes else "")
+        if notes:
+            print(f"\n{notes}")
         plans = {f"{c.group}, {c.name}": Planned.of(c, device) for c in cases if not c.bare}
         write_json(args.json, {"date": machine()["date"], "device": device, "planned": plans})
         return
@@ -503,7 +512,11 @@ def _measure_all(args: Any, cases: Sequence[Case], notes: str) -> None:
     minutes = args.minutes and args.minutes - (time.monotonic() - begin) / 60
     budget = Budget(minutes, REACHED * ceilings.gemm_tflops * 1e12)
     found = outcomes(cases, device, budget, gpu=not args.smoke, quick=args.smoke)
-    print(f"\n{result_table(found, peak, ceilings)}\n\n{notes}")
+    print(f"\n{result_table(found, peak, ceilings)}\n")
+    if args.smoke:
+        print("tiny shapes on the CPU: a test of the code, no result")
+    elif notes:
+        print(notes)
     print(f"{(time.monotonic() - begin) / 60:.1f} minutes")
     results = [
         {

@@ -10,7 +10,7 @@ planner says does not fit is left out, and what the minutes do not suffice for; 
 given, makes MFU; without one the rate of the matrix products measured before is the measure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.suite import Case, ladder, main, with_all_logits
 from torchtitan.data.embedded import Embedded
@@ -63,5 +63,10 @@ def cases() -> Iterator[Case]:
             yield Case(group=group, name=name, config=config, later=0 if last else 2)
 
 
+def suite(argv: Sequence[str] | None = None) -> None:
+    """Measure, or show the plan."""
+    main("One GPU: speed and memory, measured and planned", list(cases()), argv, minutes=8)
+
+
 if __name__ == "__main__":
-    main("One GPU: speed and memory, measured and planned", list(cases()), minutes=8)
+    suite()
