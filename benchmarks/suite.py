@@ -211,9 +211,7 @@ def with_all_logits(config: Trainer.Config) -> Trainer.Config:
     return changed
 
 
-def ladder(
-    config: Trainer.Config, changes: Sequence[str]
-) -> Iterator[tuple[str, Trainer.Config]]:
+def ladder(config: Trainer.Config, changes: Sequence[str]) -> Iterator[tuple[str, Trainer.Config]]:
     """Each of `CHANGES` on top of those before it."""
     for name in changes:
         config = copy.deepcopy(config)
@@ -344,13 +342,10 @@ def _other_loss(measured: Measured, loss: float) -> str:
     return "" if close else f"first loss {measured.first_loss:.4f}, not {loss:.4f}"
 
 
-def plan_table(cases: Sequence[Case], device: Device) -> str:
+def plan_table(cases: Sequence[Case], plans: Sequence[Planned], device: Device) -> str:
     """What the planner says of each case on a device: predictions."""
     rows = []
-    for case in cases:
-        if case.bare:
-            continue
-        planned = Planned.of(case, device)
+    for case, planned in zip(cases, plans, strict=True):
         spare = (device.memory - planned.total) / GIB
         rows.append(
             (
@@ -490,11 +485,13 @@ def main(
             f"prediction for {device.name} ({device.memory / GIB:.1f} GiB); the bound of the speed is at peak rates, and "
             "real steps reach 40 to 50 % of it.\n"
         )
-        print(plan_table(cases, device))
+        cases = [case for case in cases if not case.bare]  # which the planner does not know
+        plans = [Planned.of(case, device) for case in cases]
+        print(plan_table(cases, plans, device))
         if notes:
             print(f"\n{notes}")
-        plans = {f"{c.group}, {c.name}": Planned.of(c, device) for c in cases if not c.bare}
-        write_json(args.json, {"date": machine()["date"], "device": device, "planned": plans})
+        named = {f"{c.group}, {c.name}": plan for c, plan in zip(cases, plans, strict=True)}
+        write_json(args.json, {"date": machine()["date"], "device": device, "planned": named})
         return
     _measure_all(args, cases, notes)
 

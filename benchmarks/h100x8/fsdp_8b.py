@@ -1,7 +1,7 @@
 """Pretraining of Llama 3.1 8B by FSDP on 8 H100, with and without torch.compile, float8 off: the first table of torchtitan's report.
 
-    python -m benchmarks.h100x8.fsdp_8b [--only compile] [--json FILE]
-    python -m benchmarks.h100x8.fsdp_8b --device cpu --smoke        the same code on a tiny shape and two CPU ranks
+python -m benchmarks.h100x8.fsdp_8b [--only compile] [--json FILE]
+python -m benchmarks.h100x8.fsdp_8b --device cpu --smoke        the same code on a tiny shape and two CPU ranks
 """
 
 from collections.abc import Iterator, Sequence
