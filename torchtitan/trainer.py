@@ -184,6 +184,7 @@ class Trainer(Configurable):
                     compute_itemsize=dtype.itemsize,
                 ),
                 compute=f"{dtype} (training.compute_dtype={training.compute_dtype} on {device.type})",
+                in_backward=self.optimizer.in_backward,
             )
             return str(plan_of_rank)
 
