@@ -16,6 +16,7 @@ from torchtitan.models.smollm2.sizes import smollm2
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.schedule import Schedule
 from torchtitan.trainer import Trainer
+from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.validation import Validation
 
@@ -100,6 +101,7 @@ def smollm2_135m_sft() -> Trainer.Config:
         global_batch_rows=4,
     )
     config.validation = _validation("docstrings", every_n_steps=50, steps=4)
+    config.samples = Samples.Config(every_n_steps=50)
     return config
 
 
@@ -254,6 +256,7 @@ def _debug(model: Model.Config) -> Trainer.Config:
         schedule=Schedule.Config(warmup_steps=10, min_factor=0.1),
         training=Training.Config(steps=120, seq_len=256, global_batch_rows=8),
         validation=_validation("docstrings", every_n_steps=40, steps=2),
+        samples=Samples.Config(every_n_steps=40),
     )
 
 
@@ -299,6 +302,7 @@ def _sft(
             micro_batch_rows=1,
         ),
         validation=_validation(data, every_n_steps=every_n_steps, steps=4),
+        samples=Samples.Config(every_n_steps=every_n_steps),
         checkpoint=Checkpointer.Config(
             every_n_steps=every_n_steps,
             initial_load=hub_name,
