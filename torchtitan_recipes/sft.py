@@ -92,12 +92,14 @@ def smollm2_135m_sft() -> Trainer.Config:
         smollm2("135m"),
         hub_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         data="docstrings",
-        lr=1e-4,
-        steps=100,
-        seq_len=512,
-        global_batch_rows=4,
+        lr=3e-4,
+        steps=40,
+        seq_len=256,
+        global_batch_rows=8,
     )
-    config.validation = _validation("docstrings", every_n_steps=50, steps=4)
+    config.training.micro_batch_rows = 4
+    config.validation = _validation("docstrings", every_n_steps=20, steps=4)
+    config.checkpoint.every_n_steps = 20
     return config
 
 
@@ -260,7 +262,9 @@ def _sft(
         tokenizer=Tokenizer.Config(path=hub_name, chat_template=chat_template),
         data=ChatLoader.Config(sources=[train]),
         optimizer=AdamW.Config(lr=lr, weight_decay=0.0),
-        schedule=Schedule.Config(warmup_steps=max(1, steps * 3 // 100), decay="cosine"),
+        schedule=Schedule.Config(
+            warmup_steps=max(1, steps * 3 // 100), decay="cosine", min_factor=0.1
+        ),
         training=Training.Config(
             steps=steps, seq_len=seq_len, global_batch_rows=global_batch_rows, micro_batch_rows=1
         ),
@@ -278,6 +282,7 @@ def _validation(data: str, *, every_n_steps: int, steps: int) -> Validation.Conf
     _, held_out = _SETS[data]()
     return Validation.Config(
         every_n_steps=every_n_steps,
+        at_start=True,
         steps=steps,
         data=ChatLoader.Config(sources=[held_out], shuffle=False, n_workers=0),
         keep_best=True,

@@ -226,6 +226,8 @@ class Metrics(Configurable):
             row[_VALIDATION + name.removeprefix(_VALIDATION)] = float(value)
         self.flush()
         self._send([row])
+        if step == 0:
+            self._performance.begin()
 
     def flush(self) -> None:
         """Send the steps that are kept, without performance numbers.
