@@ -273,6 +273,8 @@ class Trainer(Configurable):
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
         with self.stop, _controlled_gc(), self._explaining_errors():
+            if self.validation and self.validation.config.at_start and self.step == 0:
+                self.metrics.log_validation(0, self.validation.run())
             ends_early = self.validation is not None and self.validation.exhausted
             for fed in feed.steps(0 if ends_early else self.n_steps - self.step):
                 step = self.train_step(fed.microbatches)
