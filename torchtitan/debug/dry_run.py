@@ -15,7 +15,6 @@ from torchtitan.models.model import Model
 from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.context_traffic import context_traffic
 from torchtitan.parallel.expert_traffic import expert_traffic
-from torchtitan.parallel.fsdp import fsdp_units
 from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parallelize import materialise
@@ -235,7 +234,8 @@ def _gradients(
     """
     if not in_backward:
         return {"gradients": _bytes(p for p in (*model.parameters(), *copies) if p.requires_grad)}
-    unit_of = {p: i for i, unit in enumerate(fsdp_units(model)) for p in unit.parameters()}
+    found = [module for module in model.modules() if isinstance(module, torch_api.FSDPModule)]
+    unit_of = {p: i for i, unit in enumerate(found) for p in unit.parameters()}
     units: dict[object, int] = defaultdict(int)  # an inner unit, which comes later, has its own
     for p in model.parameters():
         units[unit_of.get(p, p)] += _bytes([p]) if p.requires_grad else 0
