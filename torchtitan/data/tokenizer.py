@@ -202,7 +202,6 @@ class Tokenizer(Configurable):
                 ]
             if model.get("unk_token") in names:
                 model["unk_token"] = _RENAMED + model["unk_token"]
-            data["post_processor"] = None  # names tokens; it adds those that are left out here
             self._renamed = _from_text(json.dumps(data))
         return self._renamed
 
@@ -299,6 +298,9 @@ def _load(file: Path) -> "tokenizers.Tokenizer":
             "set tokenizer.path to another one"
         ) from error
     tokenizer.encode_special_tokens = True
+    # It adds special tokens, which are left out here, and may trim spaces from the offsets of tokens, which then seem to
+    # begin later than they do.
+    tokenizer.post_processor = None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

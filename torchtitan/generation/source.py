@@ -18,10 +18,8 @@ from torchtitan.config.serialize import from_dict
 from torchtitan.data.chat.template import ChatTemplate, Message
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.generation.stops import stop_ids
 from torchtitan.models.decoder import Decoder
-
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<|eom_id|>")
-"""Tokens that end an answer, whatever else the folder names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +40,7 @@ class Source:
     def stop_ids(self) -> set[int]:
         """Tokens after which nothing comes: the end of a document, of a turn, and those that the folder names."""
         named = self.generation.get("eos_token_id") or []
-        vocab = self.tokenizer.vocab
-        ends = {vocab[name] for name in END_OF_TURN if name in vocab}
-        return {self.tokenizer.eos_id, *([named] if isinstance(named, int) else named), *ends}
+        return {*stop_ids(self.tokenizer), *([named] if isinstance(named, int) else named)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model shall go on with."""

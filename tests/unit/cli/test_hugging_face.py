@@ -107,6 +107,31 @@ def test_a_source_that_cannot_be_is_refused_before_anything_is_built(tmp_path):
     assert "as pickles only (pytorch_model.bin)" in text
 
 
+def test_rows_longer_than_the_models_context_are_refused(tmp_path):
+    config = run(tmp_path / "a", export=HuggingFaceExport.Config())
+    config.model.context_length = 48
+    assert problems(config) == []
+    with running(config) as trainer:
+        trainer.checkpointer.export(config.model, trainer.models["policy"].model, None)
+    config.training.seq_len = 64
+    (text,) = problems(config)
+    assert text.startswith("training.seq_len=64: is more than the 48 tokens that the model is made")
+
+    folder = tmp_path / "a" / "hugging_face"
+    imported = run(tmp_path / "b", initial_load=str(folder))  # and a recipe that does not say it
+    assert problems(imported) == []
+    imported.training.seq_len = 64
+    (text,) = problems(imported)
+    assert text.startswith(
+        f"checkpoint.initial_load={folder}: is for shorter rows; training.seq_len=64: is more than"
+    )
+    assert (
+        "set at most 48; to train the model for longer texts, set model.context_length=64" in text
+    )
+    imported.model.context_length = 64  # on purpose
+    assert problems(imported) == []
+
+
 def test_a_model_without_format_is_refused_at_once(tmp_path):
     config = run(tmp_path, export=HuggingFaceExport.Config(max_shard_gib=0))
     config.model.attention.qkv_bias = True

@@ -1,8 +1,14 @@
+import itertools
+import json
+import shutil
+import unicodedata
+
 import numpy as np
 import pytest
 
-from tests.unit.data.chat.families import FAMILIES, template, tokenizer
+from tests.unit.data.chat.families import FAMILIES, folder, template, tokenizer
 from torchtitan.batch import IGNORE_INDEX
+from torchtitan.data import Tokenizer
 from torchtitan.data.chat.conversation import conversation
 from torchtitan.data.chat.encoder import Encoder
 from torchtitan.data.chat.sample import DroppedRow
@@ -112,6 +118,75 @@ def test_the_prompt_is_tokenised_as_at_inference(prompt, completion):
     assert learned({"prompt": prompt, "completion": completion}) == [completion + "<|im_end|>"]
 
 
+def post_processed(name, trim_offsets, kind, tmp_path):
+    """The tokenizer of a family with a post-processor as GPT-2 (alone) and Llama 3 (with a template for bos) have."""
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": trim_offsets, "use_regex": True,
+    }  # fmt: skip
+    sequence = {"type": "Sequence", "processors": [byte_level]}
+    roberta = {
+        "type": "RobertaProcessing", "sep": ["<|im_end|>", 2], "cls": ["<|im_start|>", 1],
+        "trim_offsets": trim_offsets, "add_prefix_space": False,
+    }  # fmt: skip
+    shutil.copytree(folder(name), tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    data["post_processor"] = {"gpt2": byte_level, "llama3": sequence, "roberta": roberta}[kind]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    return Tokenizer.Config(path=str(tmp_path)).build()
+
+
+SPACES = ["", " ", "  ", "\n", " \n ", "   "]
+
+
+@pytest.mark.parametrize("trim_offsets", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "roberta"])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
+def test_offsets_that_a_tokenizer_trims_do_not_move_what_is_learned(
+    name, kind, trim_offsets, tmp_path
+):
+    """`trim_offsets` leaves the spaces of a token out of its offsets, so that it seems to begin after them."""
+    plain, tok = tokenizer(name), post_processed(name, trim_offsets, kind, tmp_path)
+    assert tok.encode("  a b  ") == plain.encode("  a b  ")
+    for before, inside, after in itertools.product(SPACES, SPACES[:3], SPACES):
+        prompt, answer = f"Say:{before}", f"{inside}four{after}"
+        rows = (
+            {"prompt": prompt, "completion": answer},
+            {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]},
+            {"messages": [{"role": "user", "content": "<|im_end|>" + prompt}, {"role": "assistant", "content": answer}]},
+        )  # fmt: skip
+        for row in rows:
+            options = {"seq_len": 512}
+            got = Encoder(tok, template(name), **options).encode(conversation(row, "here"), "here")
+            want = sample(row, name)
+            assert got.tokens.tolist() == want.tokens.tolist()
+            assert got.learned.tolist() == want.learned.tolist(), (row, trim_offsets)
+        found = sample(rows[0], name)
+        learned_ids = found.tokens[found.learned].tolist()
+        assert plain.decode(learned_ids[:-1]) == answer
+        n_before = (~found.learned).sum()
+        assert plain.decode(found.tokens[:n_before].tolist()).endswith(prompt)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC", "NFD"])
+@pytest.mark.parametrize(
+    "text", ["e\u0301", "\ufb01 \u00bd", "\u1e9b\u0323", "日本 \U0001f600\u200d"]
+)
+def test_text_that_a_tokenizer_normalises_does_not_move_what_is_learned(form, text, tmp_path):
+    """Qwen's composes; the number of characters changes before and in the answer."""
+    shutil.copytree(folder("qwen3"), tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    data["normalizer"] = {"type": form}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    tok = Tokenizer.Config(path=str(tmp_path)).build()
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{text} four"}]
+    found = Encoder(tok, template("qwen3"), 512).encode(
+        conversation({"messages": messages}, "here"), "here"
+    )
+    learned_text = tok.decode(found.tokens[found.learned].tolist())
+    normal = unicodedata.normalize(form, f"{text} four<|im_end|>")
+    assert learned_text.removeprefix("<think>\n\n</think>\n\n") == normal
+
+
 def test_an_answer_that_begins_with_a_line_end():
     row = {"messages": [TURNS["messages"][0], {"role": "assistant", "content": "\n\nfour"}]}
     found = sample(row)
@@ -179,3 +254,30 @@ def test_a_sample_is_shown_with_what_is_learned():
     text = shown(sample(TURNS), tokenizer("chatml"), BRACKETED)
     assert "<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n3+3?" in text
     assert text.count("⟦") == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_is_what_the_first_learned_token_follows(name):
+    found = sample(TURNS, name, learn="assistant")
+    prompt = encoder(name).prompt(conversation(TURNS, "here"), "here")
+    first = int(np.flatnonzero(found.learned)[0])
+    shared = prompt[: min(first, len(prompt))]
+    assert found.tokens[: len(shared)].tolist() == shared
+    assert tokenizer(name).decode(prompt).count("2+2?") == 1
+    assert "3+3?" not in tokenizer(name).decode(prompt)
+
+
+def test_prompts_of_other_rows():
+    def text(row):
+        ids = encoder().prompt(conversation(row, "here"), "here")
+        return tokenizer("chatml").decode(ids)
+
+    assert text({"prompt": "one two", "completion": " three"}).endswith("one two")
+    alone = text({"messages": [{"role": "user", "content": "Why?"}]})
+    assert alone.endswith("Why?<|im_end|>\n<|im_start|>assistant\n")
+    words = "one two three four five six seven eight"
+    start = text({"text": words}).removeprefix("<|begin_of_text|>")
+    assert words.startswith(start)
+    assert 0 < len(start) < len(words)
+    with pytest.raises(DroppedRow, match="no text"):
+        text({"text": ""})

@@ -80,6 +80,7 @@ KINDS = {
     "streaming": (Rows, "streaming"),
     "streamed": (StreamedRows, "streaming"),
     "none": (Rows, "none"),
+    "streamed_none": (StreamedRows, "none"),
 }
 
 
@@ -125,7 +126,8 @@ def test_the_global_batch_does_not_depend_on_ranks_or_workers(kind, ranks, worke
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1)])
 def test_resuming_goes_on_exactly_over_the_epoch_edge_and_twice(kind, ranks, workers):
     batches, state = take(kind)
-    assert sum(sum(s["taken"]) for s in state["streams"].values()) > 61 or kind == "best_fit"
+    epoch = build(config(kind), rows=4, seq_len=64).packed_rows or 61
+    assert sum(sum(s["taken"]) for s in state["streams"].values()) > epoch
     taken, at = [], None
     for n_ranks, n_workers, n_steps in ((ranks, workers, 3), (4 // ranks, 0, 6), (1, workers, 5)):
         run = Ranks(config(kind, n_workers=n_workers), ranks=n_ranks, rows=4, seq_len=64, state=at)
@@ -159,17 +161,51 @@ def test_rows_hold_whole_samples_and_the_rest_is_a_document_without_labels(kind)
 def test_every_conversation_comes_once_an_epoch():
     for kind in ("best_fit", "none"):
         loader = build(config(kind, shuffle=True), rows=1, seq_len=64)
-        n = loader.plan.rows_per_epoch[0]
-        if kind == "none":
-            n = sum(1 for i in range(61) if i % 11 != 5 and i % 13 != 7)
-        seen = []
-        for _ in range(n):
-            step = loader.next()
-            batch = torch.stack(list(step.batch.values()), dim=1)
-            seen += [t for t, labels in samples([batch]) if set(labels) != {IGNORE_INDEX}]
-        texts = sorted(TOKENIZER.decode(t) for t in seen)
-        assert len(texts) == len(set(texts)) == 50 or kind == "none"
-        assert len(set(texts)) == 50
+        for _ in range(2):
+            seen = []
+            for _ in range(loader.packed_rows):
+                batch = torch.stack(list(loader.next().batch.values()), dim=1)
+                seen += [t for t, labels in samples([batch]) if set(labels) != {IGNORE_INDEX}]
+            texts = [TOKENIZER.decode(t) for t in seen]
+            assert len(texts) == len(set(texts)) == 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_an_epoch_are_known_where_it_is_packed_first(kind):
+    loader = build(config(kind), rows=4, seq_len=64)
+    if kind == "none":
+        assert loader.packed_rows == 50
+    elif kind == "best_fit":
+        tokens = loader.plan.sources[0].report["tokens"]
+        assert tokens / 64 <= loader.packed_rows < 50
+    else:
+        assert loader.packed_rows is None
+    problems = list(config(kind).check_epochs(2.0))
+    assert bool(problems) == (loader.packed_rows is None)
+
+
+def test_the_rows_of_an_epoch_are_those_of_all_sources():
+    both = [Chat.Config(rows=Rows.Config(n=n), weight=float(n)) for n in (61, 40)]
+    options = {"n_workers": 0, "max_bad_fraction": 0.5}
+    one, other, together = (
+        build(ChatLoader.Config(sources=sources, **options), rows=4, seq_len=64).packed_rows
+        for sources in (both[:1], both[1:], both)
+    )
+    assert together == one + other
+
+
+def test_data_that_can_only_be_read_in_order_is_not_packed_first():
+    class Unmarked(StreamedRows):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Source.Config):
+            n: int = 61
+
+            def build_rows(self) -> "StreamedRows":
+                return StreamedRows(self)
+
+    loader = ChatLoader.Config(sources=[Chat.Config(rows=Unmarked.Config())], n_workers=0)
+    with pytest.raises(ConfigError, match=r"but StreamedRows can only be read in order; set data"):
+        build(loader, rows=4, seq_len=64)
 
 
 def test_the_order_differs_by_epoch_and_seed():
