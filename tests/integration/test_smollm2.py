@@ -97,6 +97,12 @@ def test_greedy_answers_in_a_batch_are_those_of_transformers_one_by_one(source, 
     assert found[0].ids[-1] == source.tokenizer.vocab["<|im_end|>"]
 
 
+@pytest.mark.parametrize("text", ["The sky is blue because", "x = 12345\n\n", "<|im_end|>"])
+def test_plain_text_has_the_token_ids_of_transformers(text, source, their_tokenizer):
+    want = their_tokenizer(text, split_special_tokens=True).input_ids  # what text names stays text
+    assert source.encode(text) == want
+
+
 @pytest.mark.parametrize("system", [None, "Answer in one sentence."])
 def test_chats_have_the_token_ids_of_apply_chat_template(system, source, their_tokenizer):
     messages = [{"role": "system", "content": system}] if system else []
