@@ -43,6 +43,7 @@ from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
 from torchtitan.training.rules import check_compiled, check_offload, check_updates
+from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.signals import StopRequest
 from torchtitan.training.trainable import Trainable
@@ -82,6 +83,7 @@ class Trainer(Configurable):
                 "activation_checkpointing",
                 "compile",
                 "validation",
+                "samples",
                 "checkpoint",
                 "metrics",
             }
@@ -111,6 +113,8 @@ class Trainer(Configurable):
         """Compilation of the blocks."""
         validation: Validation.Config | None = None
         """Loss on held-out rows; None for none."""
+        samples: Samples.Config | None = None
+        """Texts that the model writes as it is trained; None for none."""
         checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
         """When the run is saved, and what it resumes from."""
         metrics: Metrics.Config = field(default_factory=Metrics.Config)
@@ -129,6 +133,9 @@ class Trainer(Configurable):
                 "training": self.model.check_seq_len(self.training.seq_len),
                 "checkpoint": self.checkpoint.check_model(self.model, self.training.seq_len),
             }
+            if self.samples:
+                held_out = self.validation is not None
+                parts["samples"] = self.samples.check_run(self.model, held_out=held_out)
             for section, problems in parts.items():
                 yield from (p.within(section) for p in problems)
 
@@ -148,6 +155,8 @@ class Trainer(Configurable):
                 degrees = self.parallelism.resolve(world_size)
                 found += [(p, "training") for p in training.check_rows(degrees.data)]
                 found += check_updates(self.optimizer, training, degrees)
+                if self.samples:
+                    found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
 
         def resolved(self, steps: int | None = None) -> "Trainer.Config":
@@ -193,6 +202,7 @@ class Trainer(Configurable):
                     compute_itemsize=dtype.itemsize,
                 ),
                 compute=f"{dtype} (training.compute_dtype={training.compute_dtype} on {device.type})",
+                in_backward=self.optimizer.in_backward,
             )
             return str(plan_of_rank)
 
@@ -233,6 +243,13 @@ class Trainer(Configurable):
             loader=self._open_loader(config.validation.data),
             micro_batch_rows=self.micro_batch_rows,
         )
+        self.samples = config.samples and config.samples.build(
+            model=self.models["policy"].model,
+            tokenizer=self.tokenizer,
+            mesh=self.mesh,
+            data=config.validation.data if config.validation else config.data,
+            seq_len=training.seq_len,
+        )
         self._resume()
         self.metrics = config.metrics.build(
             folder=self.folder,
@@ -256,6 +273,8 @@ class Trainer(Configurable):
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
         with self.stop, _controlled_gc(), self._explaining_errors():
+            if self.validation and self.validation.config.at_start and self.step == 0:
+                self.metrics.log_validation(0, self.validation.run())
             ends_early = self.validation is not None and self.validation.exhausted
             for fed in feed.steps(0 if ends_early else self.n_steps - self.step):
                 step = self.train_step(fed.microbatches)
@@ -370,6 +389,8 @@ class Trainer(Configurable):
             last = last or self.validation.exhausted
             if best:
                 self.checkpointer.best_step = self.step
+        if self.samples and self.samples.due(self.step, last):
+            self.metrics.log_texts(self.step, self.samples.run())
         if last or best or self.checkpointer.due(self.step):
             self.save()
         if best:

@@ -16,6 +16,7 @@ from torchtitan.models.smollm2.sizes import smollm2
 from torchtitan.optim.optimizer import AdamW
 from torchtitan.optim.schedule import Schedule
 from torchtitan.trainer import Trainer
+from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.validation import Validation
 
@@ -94,12 +95,13 @@ def smollm2_135m_sft() -> Trainer.Config:
         smollm2("135m"),
         hub_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         data="docstrings",
-        lr=1e-4,
-        steps=100,
-        seq_len=512,
-        global_batch_rows=4,
+        lr=3e-4,
+        steps=40,
+        every_n_steps=20,
+        seq_len=256,
+        global_batch_rows=8,
     )
-    config.validation = _validation("docstrings", every_n_steps=50, steps=4)
+    config.training.micro_batch_rows = 4
     return config
 
 
@@ -254,6 +256,7 @@ def _debug(model: Model.Config) -> Trainer.Config:
         schedule=Schedule.Config(warmup_steps=10, min_factor=0.1),
         training=Training.Config(steps=120, seq_len=256, global_batch_rows=8),
         validation=_validation("docstrings", every_n_steps=40, steps=2),
+        samples=Samples.Config(every_n_steps=40),
     )
 
 
@@ -279,7 +282,7 @@ def _sft(
         lr: highest learning rate.
         epochs: how often the data is read.
         steps: optimizer steps, instead of epochs.
-        every_n_steps: optimizer steps between evaluations, and between checkpoints.
+        every_n_steps: optimizer steps between evaluations, samples and checkpoints.
         chat_template: for a base model, which has none.
         seq_len: tokens of a row.
         global_batch_rows: rows of a step.
@@ -290,7 +293,7 @@ def _sft(
         tokenizer=Tokenizer.Config(path=hub_name, chat_template=chat_template),
         data=ChatLoader.Config(sources=[train]),
         optimizer=AdamW.Config(lr=lr, weight_decay=0.0),
-        schedule=Schedule.Config(warmup_fraction=0.03, decay="cosine"),
+        schedule=Schedule.Config(warmup_fraction=0.03, decay="cosine", min_factor=0.1),
         training=Training.Config(
             steps=steps,
             epochs=epochs,
@@ -299,6 +302,7 @@ def _sft(
             micro_batch_rows=1,
         ),
         validation=_validation(data, every_n_steps=every_n_steps, steps=4),
+        samples=Samples.Config(every_n_steps=every_n_steps),
         checkpoint=Checkpointer.Config(
             every_n_steps=every_n_steps,
             initial_load=hub_name,
@@ -312,6 +316,7 @@ def _validation(data: str, *, every_n_steps: int, steps: int) -> Validation.Conf
     _, held_out = _SETS[data]()
     return Validation.Config(
         every_n_steps=every_n_steps,
+        at_start=True,
         steps=steps,
         data=ChatLoader.Config(sources=[held_out], shuffle=False, n_workers=0),
         keep_best=True,

@@ -7,6 +7,7 @@ import torch
 from torchtitan.cli.arguments import Arguments
 from torchtitan.cli.options import refuse
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import ConfigError
 from torchtitan.generation.generator import Generator
 from torchtitan.generation.sampling import Sampling
 from torchtitan.generation.source import Source, open_source
@@ -32,8 +33,14 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def open_generator(arguments: argparse.Namespace) -> tuple[Generator, Source]:
-    """The generator of the source that was asked for."""
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The generator of the source that was asked for.
+
+    Raises:
+        ConfigError: if an argument cannot be.
+    """
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens={arguments.max_new_tokens}: is not positive; set 1 or more")  # fmt: skip
+    device = _device(arguments.device)
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     tokenizer = None
     if arguments.tokenizer or arguments.chat_template:
@@ -60,3 +67,14 @@ def sampling_of(arguments: argparse.Namespace, source: Source) -> Sampling.Confi
             setattr(config, name, value)
     refuse(list(config.check()))
     return config
+
+
+def _device(name: str | None) -> torch.device:
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if n_gpus else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"--device={name}: is no device; set cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= n_gpus:
+        raise ConfigError(f"--device={name}: this machine has {n_gpus} usable GPUs; set cpu, or one of them")  # fmt: skip
+    return device

@@ -37,13 +37,13 @@ class KVCache:
         self._n_new = 0
         self._allowed: dict[int | None, Tensor | None] = {}
 
-    def begin(self, counts: Sequence[int]) -> None:
-        """Make room for ``counts`` new tokens of each row, padded to the same number.
+    def begin(self, n_new: int) -> None:
+        """Make room for ``n_new`` tokens of each row, pads included.
 
         Raises:
             ValueError: if they do not fit.
         """
-        self._n_new = max(counts)
+        self._n_new = n_new
         if self.longest > self.capacity:
             raise ValueError(
                 f"{self.longest} tokens do not fit into a cache of {self.capacity}; make a larger one"
@@ -106,7 +106,7 @@ class CachedAttention(InnerAttention):
 
     def __init__(self, inner: InnerAttention, cache: KVCache) -> None:
         super().__init__()
-        self.inner, self.cache = inner, cache
+        self.inner, self.cache = inner.alone(), cache
         self.keys = self.values = torch.empty(0)
         cache.layers.append(self)
 

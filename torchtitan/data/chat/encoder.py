@@ -10,6 +10,7 @@ from torchtitan.data.chat.conversation import Conversation
 from torchtitan.data.chat.sample import DroppedRow, Sample
 from torchtitan.data.chat.sandbox import TemplateError
 from torchtitan.data.chat.template import ESCAPE, ChatTemplate, Message, Rendered, SpanError
+from torchtitan.data.document import opening
 from torchtitan.data.source import BadRow
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import ConfigError, DataError
@@ -63,14 +64,46 @@ class Encoder:
             raise DroppedRow("cut_no_target", place, "nothing to learn is left in its first tokens")
         return cut
 
-    def _chat(self, row: Conversation, place: str) -> Sample:
+    def prompt(self, row: Conversation, place: str) -> list[int]:
+        """Token ids for a model to answer: the conversation up to the first answer, or how a plain text begins.
+
+        Raises:
+            BadRow: if the template refuses the conversation, or there is no text.
+            ConfigError: if there is no template.
+        """
+        if not row.messages:
+            ids, _ = self._encode(row.prompt or row.completion, False)
+            if not ids:
+                raise DroppedRow("empty", place, "it has no text")
+            bos_id = self.tokenizer.bos_id
+            bos = [] if bos_id is None else [bos_id]
+            return [*bos, *(ids if row.prompt else opening(ids))]
+        roles = [message["role"] for message in row.messages]
+        answers = [i for i in range(row.given, len(roles)) if roles[i] == "assistant"]
+        asked = row.messages[: min(answers, default=len(roles))]
+        template = self._known_template()
+        try:
+            text = template.render(
+                asked, tools=row.tools, add_generation_prompt=True, **row.variables
+            )
+        except TemplateError as error:
+            raise BadRow(
+                "template", place, f"the chat template cannot render it: {error}"
+            ) from error
+        return self._encode(text, True)[0]
+
+    def _known_template(self) -> ChatTemplate:
         if self.template is None:
             raise ConfigError(
                 "the tokenizer has no chat template, and the data has conversations; set tokenizer.chat_template to "
                 "a file with one, or to chatml or llama3 if the vocabulary has those tokens"
             )
+        return self.template
+
+    def _chat(self, row: Conversation, place: str) -> Sample:
+        template = self._known_template()
         try:
-            rendered = self._rendered(row, self.template)
+            rendered = self._rendered(row, template)
         except SpanError as error:
             raise DataError(f"{place}: {error}") from error
         except TemplateError as error:

@@ -7,13 +7,14 @@ from typing import ClassVar, Literal
 
 from torchtitan.config.configurable import Problem
 from torchtitan.data.bad_rows import BadRowPolicy
+from torchtitan.data.chat.conversation import Conversation
 from torchtitan.data.chat.encoder import Encoder, Learn, TooLong
 from torchtitan.data.chat.prepared import Prepared, prepare
 from torchtitan.data.chat.sandbox import TemplateError
 from torchtitan.data.chat.source import Chat
 from torchtitan.data.chat.stream import SamplePacking
 from torchtitan.data.chat.template import ChatTemplate
-from torchtitan.data.loader import Loader
+from torchtitan.data.loader import Loader, take_turns
 from torchtitan.data.source import MapSource, SequentialSource, Source
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import ConfigError
@@ -147,6 +148,19 @@ class ChatLoader(Loader):
             """See `Loader.Config.packed_rows`; a pack is a row."""
             packs = [source for source in sources if isinstance(source, Prepared)]
             return sum(map(len, packs)) if len(packs) == len(sources) else None
+
+        def prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+            """Token ids of ``text`` as a user's question, for the assistant to answer; as it is where there is no template."""
+            if tokenizer.chat_template is None:
+                return Loader.Config.prompt(self, text, tokenizer)
+            question = Conversation(messages=[{"role": "user", "content": text}])
+            return self.encoder(tokenizer, 0).prompt(question, "the prompt")
+
+        def first_prompts(self, tokenizer: Tokenizer, seq_len: int, n: int) -> list[list[int]]:
+            """See `Loader.Config.first_prompts`: conversations up to the first answer."""
+            encoder = self.encoder(tokenizer, seq_len)
+            opened = [s.open(encoder) for s in self.sources if isinstance(s, Chat.Config)]
+            return take_turns((source.prompts() for source in opened), seq_len, n)
 
         def sample_packing(self) -> SamplePacking:
             """How streams fill their rows; packs that are made already are taken one by one."""

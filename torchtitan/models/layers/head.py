@@ -103,9 +103,18 @@ class Head(nn.Module, Configurable):
             fused=self.fused,
         )
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """``(B, S, D) -> (B, S, V)`` in float32, of the whole vocabulary, without gradients: for generation."""
-        return self(hidden_states, operation=self._logits)
+    def logits(self, hidden_states: Tensor, places: Tensor) -> Tensor:
+        """``(B, S, D), (B,) -> (B, V)`` in float32, of the whole vocabulary, without gradients: for generation.
+
+        Args:
+            hidden_states: ``(B, S, D)``; under sequence parallel ``(B, S/tp, D)``.
+            places: for each row the token, 0 to S - 1, after which the next one is asked for.
+        """
+
+        def compute(states: Tensor) -> Tensor:
+            return self._logits(states[torch.arange(len(places), device=places.device), places])
+
+        return self(hidden_states, operation=compute)
 
     def log_probs(
         self, hidden_states: Tensor, labels: Tensor, *, temperature: float = 1.0

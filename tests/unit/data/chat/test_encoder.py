@@ -358,3 +358,30 @@ def test_a_sample_is_shown_with_what_is_learned():
     text = shown(sample(TURNS), tokenizer("chatml"), BRACKETED)
     assert "<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n3+3?" in text
     assert text.count("⟦") == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_is_what_the_first_learned_token_follows(name):
+    found = sample(TURNS, name, learn="assistant")
+    prompt = encoder(name).prompt(conversation(TURNS, "here"), "here")
+    first = int(np.flatnonzero(found.learned)[0])
+    shared = prompt[: min(first, len(prompt))]
+    assert found.tokens[: len(shared)].tolist() == shared
+    assert tokenizer(name).decode(prompt).count("2+2?") == 1
+    assert "3+3?" not in tokenizer(name).decode(prompt)
+
+
+def test_prompts_of_other_rows():
+    def text(row):
+        ids = encoder().prompt(conversation(row, "here"), "here")
+        return tokenizer("chatml").decode(ids)
+
+    assert text({"prompt": "one two", "completion": " three"}).endswith("one two")
+    alone = text({"messages": [{"role": "user", "content": "Why?"}]})
+    assert alone.endswith("Why?<|im_end|>\n<|im_start|>assistant\n")
+    words = "one two three four five six seven eight"
+    start = text({"text": words}).removeprefix("<|begin_of_text|>")
+    assert words.startswith(start)
+    assert 0 < len(start) < len(words)
+    with pytest.raises(DroppedRow, match="no text"):
+        text({"text": ""})
