@@ -17,14 +17,13 @@ import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from peers import WORKERS, Worker, environment, in_turn, machine, ratios, spread, table, write_json
 
 from torchtitan.data.chat.docstrings import Docstrings
 from torchtitan.data.chat.loader import ChatLoader
-from torchtitan.data.chat.sample import DroppedRow
 from torchtitan.data.chat.source import Chat
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -66,38 +65,54 @@ def embedded(seq_len: int) -> Samples:
     source = Chat.Config(rows=Docstrings.Config()).open(encoder)
     if not isinstance(source, Chat):
         raise TypeError("the embedded questions can be read in any order")
-    samples = []
-    for index in range(len(source)):
-        try:
-            samples.append(source.sample(index))
-        except DroppedRow:
-            continue
-    starts = np.cumsum([0, *map(len, samples)])
+    samples = [source.sample(index) for index in range(len(source))]
     tokens = np.concatenate([sample.tokens for sample in samples])
-    return Samples(
-        np.maximum(tokens, FIRST_ID), np.concatenate([s.learned for s in samples]), starts
-    )
+    learned = np.concatenate([sample.learned for sample in samples])
+    return Samples(np.maximum(tokens, FIRST_ID), learned, np.cumsum([0, *map(len, samples)]))
 
 
-def measure(samples: Samples, seq_len: int, args: argparse.Namespace) -> dict[str, list[Any]]:
-    """What each contestant answers in each round."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        path = Path(folder) / "samples.npz"
-        samples.save(path)
-        setup = {"samples": str(path), "seq_len": seq_len, "rows": args.batch_rows}
-        ours = stack.enter_context(Worker("torchtitan", "pack_torchtitan.py", setup))
-        questions = {
-            OFFLINE: partial(ours.ask, "offline"),
-            STREAMING: partial(ours.ask, "streaming"),
-        }
+class Contest:
+    """The contestants' processes; leave it with ``with``.
+
+    Args:
+        without: names of peers' environments that are left out.
+        n_rows: of a batch.
+    """
+
+    def __init__(self, without: list[str], n_rows: int) -> None:
+        self._stack, self._n_rows = ExitStack(), n_rows
+        ours = self._stack.enter_context(Worker("torchtitan", "pack_torchtitan.py"))
+        self._workers = [ours]
+        self._questions = {OFFLINE: partial(ours.ask, "offline"), STREAMING: partial(ours.ask, "streaming")}  # fmt: skip
         for name, (script, (env, requirements)) in PEERS.items():
-            if env not in args.without:
-                python = environment(env, requirements)
-                peer = stack.enter_context(Worker(name, script, setup, python=python))
-                questions[name] = partial(peer.ask, "pack")
-        answers = in_turn(questions, rounds=args.rounds, warmup=1)
-    check_same(samples, {n: a[0] for n, a in answers.items() if n != STREAMING})
-    return answers
+            if env not in without:
+                peer = self._stack.enter_context(
+                    Worker(name, script, python=environment(env, requirements))
+                )
+                self._workers.append(peer)
+                self._questions[name] = partial(peer.ask, "pack")
+        self.versions = {worker.name: worker.ask("versions") for worker in self._workers}
+
+    def measure(self, samples: Samples, seq_len: int, rounds: int = 1) -> dict[str, list[Any]]:
+        """What each contestant answers in each round."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "samples.npz"
+            samples.save(path)
+            for worker in self._workers:
+                worker.ask("load", path=str(path))
+        questions = {
+            name: partial(ask, seq_len=seq_len, n_rows=self._n_rows)
+            for name, ask in self._questions.items()
+        }
+        answers = in_turn(questions, rounds=rounds, warmup=int(rounds > 1))
+        check_same(samples, {n: a[0] for n, a in answers.items() if n != STREAMING})
+        return answers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def check_same(samples: Samples, answers: dict[str, dict[str, int]]) -> None:
@@ -132,46 +147,55 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="trl or torchtune; may be repeated")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the results there too")
     args = parser.parse_args()
-    result: dict[str, Any] = {**machine(), "samples": args.samples, "sets": {}}
-    rounds, args.rounds = args.rounds, 1
-    full = {}
-    for seq_len in SEQ_LENS:
-        sets = {name: made_up(name, args.samples, seq_len) for name in SETS}
-        sets["questions about Python"] = embedded(seq_len)
-        for name, samples in sets.items():
-            answers = measure(samples, seq_len, args)
-            full[name, seq_len] = {n: utilisation(a[0], seq_len) for n, a in answers.items()}
-    names = list(next(iter(full.values())))
-    print("tokens of rows that samples fill")
-    print(table(
-        [[set_name, s, *(f"{100 * found[n]:.2f} %" for n in names)] for (set_name, s), found in full.items()],
-        header=["samples", "tokens of a row", *names],
-    ))  # fmt: skip
-    for (name, seq_len), found in full.items():
-        result["sets"][f"{name}, {seq_len}"] = found
-        missed = [f"{n} {100 * found[n]:.2f} %" for n, aim in AIMS.items() if found[n] < aim]
-        if missed:
-            print(f"below the aim with {name}, {seq_len}: {', '.join(missed)}")
+    with Contest(args.without, args.batch_rows) as contest:
+        result = {**machine(), "versions": contest.versions, "samples": args.samples}
+        result["utilisation"] = tell_utilisation(contest, args.samples)
+        result["speed"] = tell_speed(contest, args)
+    write_json(args.json, result)
 
-    args.rounds, seq_len = rounds, SEQ_LENS[-1]
+
+def tell_utilisation(contest: Contest, n_samples: int) -> dict[str, dict[str, float]]:
+    """Measure how full rows are, for each set and length of a row; print it."""
+    questions, found = embedded(max(SEQ_LENS)), {}
+    for seq_len in SEQ_LENS:
+        sets = {name: made_up(name, n_samples, seq_len) for name in SETS}
+        for name, samples in {**sets, "questions about Python": questions}.items():
+            answers = contest.measure(samples, seq_len)
+            found[name, seq_len] = {n: utilisation(a[0], seq_len) for n, a in answers.items()}
+    names = list(next(iter(found.values())))
+    rows = [[*key, *(f"{100 * shares[n]:.2f} %" for n in names)] for key, shares in found.items()]
+    print("tokens of rows that samples fill")
+    print(table(rows, header=["samples", "tokens of a row", *names]))
+    for (name, seq_len), shares in found.items():
+        missed = [f"{n} {100 * shares[n]:.2f} %" for n, aim in AIMS.items() if shares[n] < aim]
+        if missed:
+            print(f"below the aim: {name}, {seq_len}: {', '.join(missed)}")
+    return {f"{name}, {seq_len}": shares for (name, seq_len), shares in found.items()}
+
+
+def tell_speed(contest: Contest, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measure how fast rows are made; print it."""
+    seq_len = SEQ_LENS[-1]
     samples = made_up("middling, as chats are", args.samples, seq_len)
-    answers = measure(samples, seq_len, args)
+    answers = contest.measure(samples, seq_len, args.rounds)
     seconds = {n: [a["pack_s"] + a["rows_s"] for a in found] for n, found in answers.items()}
     cpu = {n: [a["pack_cpu_s"] + a["rows_cpu_s"] for a in found] for n, found in answers.items()}
-    packing = {n: spread([a["pack_s"] for a in found]) for n, found in answers.items()}
-    speeds = {n: spread([a["filled"] / s / 1e6 for a, s in zip(answers[n], seconds[n], strict=True)]) for n in answers}  # fmt: skip
-    over = {n: spread(ratios(seconds[n], seconds[OFFLINE])) for n in answers}
-    cpu_over = {n: spread(ratios(cpu[n], cpu[OFFLINE])) for n in answers}
-    print(f"\nfrom samples to batches of {args.batch_rows} rows of {seq_len}, {len(samples.tokens)} tokens, {rounds} rounds")  # fmt: skip
-    print(table(
-        [[n, speeds[n], packing[n], over[n], cpu_over[n]] for n in answers],
-        header=["contestant", "million tokens/s", "packing alone, s", "time over ours", "CPU time over ours"],
-    ))  # fmt: skip
-    result["speed"] = {
-        n: {"million_tokens_per_s": speeds[n], "pack_s": packing[n], "time_over_offline": over[n], "cpu_over_offline": cpu_over[n]}
-        for n in answers
+    result = {
+        n: {
+            "million_tokens_per_s": spread([a["filled"] / s / 1e6 for a, s in zip(found, seconds[n], strict=True)]),
+            "pack_s": spread([a["pack_s"] for a in found]),
+            "time_over_ours": spread(ratios(seconds[n], seconds[OFFLINE])),
+            "cpu_time_over_ours": spread(ratios(cpu[n], cpu[OFFLINE])),
+        }
+        for n, found in answers.items()
     }  # fmt: skip
-    write_json(args.json, result)
+    print(
+        f"\nfrom samples to batches of {args.batch_rows} rows of {seq_len}, {len(samples.tokens)} tokens, "
+        f"{args.rounds} rounds"
+    )
+    header = ["contestant", "million tokens/s", "packing alone, s", "time over ours", "CPU time over ours"]  # fmt: skip
+    print(table([[n, *spreads.values()] for n, spreads in result.items()], header=header))
+    return result
 
 
 if __name__ == "__main__":

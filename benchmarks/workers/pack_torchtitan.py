@@ -46,20 +46,21 @@ class Encoded(MapSource):
 
 def main() -> None:
     """Pack when asked."""
-    samples, setup = Samples.read()
-    seq_len, n_rows = setup["seq_len"], setup["rows"]
-    encoded = Encoded([Sample(tokens, learned) for tokens, learned in samples])
     policy = BadRowPolicy("error", 0.0)
     tokenizer = Tokenizer.Config().build()
+    encoded = Encoded([])
 
-    def loader(source: MapSource, packing: SamplePacking) -> Loader:
+    def load(path: str) -> None:
+        encoded.samples = [Sample(tokens, learned) for tokens, learned in Samples.read(path)]
+
+    def loader(source: MapSource, packing: SamplePacking, seq_len: int, n_rows: int) -> Loader:
         states = {number: new_state(1) for number in range(n_rows)}
         plan = Plan(
             [source], [1.0], tokenizer, seq_len, n_rows, 0, policy, states, [len(source)], packing
         )
         return Loader(plan, n_workers=0, prefetch=1, packed_rows=None)
 
-    def offline() -> dict[str, Any]:
+    def offline(seq_len: int, n_rows: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as home:
 
             def packed() -> prepared.Prepared:
@@ -68,22 +69,30 @@ def main() -> None:
                 return prepared.Prepared(folder, "packed")
 
             def batches(packs: prepared.Prepared) -> Iterator[dict[str, Any]]:
-                steps = loader(packs, SamplePacking(look_ahead=1, one_per_row=True))
+                one_by_one = SamplePacking(look_ahead=1, one_per_row=True)
+                steps = loader(packs, one_by_one, seq_len, n_rows)
                 for first in range(0, len(packs), n_rows):
                     batch = steps.next().batch
                     yield {name: rows[: len(packs) - first] for name, rows in batch.items()}
 
             return run(packed, batches)
 
-    def streaming() -> dict[str, Any]:
+    def streaming(seq_len: int, n_rows: int) -> dict[str, Any]:
         look_ahead = ChatLoader.Config(sources=[]).look_ahead
-        steps = loader(encoded, SamplePacking(look_ahead=look_ahead, one_per_row=False))
-        # Those in view at the end are in no row; so many steps that few come twice.
-        n_steps = int(samples.starts[-1]) // (seq_len * n_rows)
+        steps = loader(encoded, SamplePacking(look_ahead, one_per_row=False), seq_len, n_rows)
+        # Those in view at the end are in no row; so many steps that few samples come twice.
+        n_steps = sum(map(len, encoded.samples)) // (seq_len * n_rows)
         packs = range(n_steps * n_rows)
         return run(lambda: packs, lambda _: (steps.next().batch for _ in range(n_steps)))
 
-    serve({"offline": offline, "streaming": streaming, "versions": lambda: versions("torch")})
+    serve(
+        {
+            "load": load,
+            "offline": offline,
+            "streaming": streaming,
+            "versions": lambda: versions("torch", "torchtitan"),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -12,25 +12,24 @@ from torchtune.datasets import PackedDataset
 
 def main() -> None:
     """Pack when asked."""
-    samples, setup = Samples.read()
-    seq_len, n_rows = setup["seq_len"], setup["rows"]
-    listed = [
-        {"tokens": tokens.tolist(), "labels": np.where(learned, tokens, IGNORE).tolist()}
-        for tokens, learned in samples
-    ]
     names = ("tokens", "labels", "input_pos")
+    loaded: list[dict[str, list[int]]] = []
 
-    def packed() -> PackedDataset:
-        return PackedDataset(listed, max_seq_len=seq_len, padding_idx=0)
+    def load(path: str) -> None:
+        loaded[:] = [
+            {"tokens": tokens.tolist(), "labels": np.where(learned, tokens, IGNORE).tolist()}
+            for tokens, learned in Samples.read(path)
+        ]
 
-    def batches(packs: PackedDataset) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(packs), n_rows):
-            rows = [packs[i] for i in range(start, min(start + n_rows, len(packs)))]
-            yield {name: torch.stack([row[name] for row in rows]) for name in names}
+    def pack(seq_len: int, n_rows: int) -> dict[str, Any]:
+        def batches(packs: PackedDataset) -> Iterator[dict[str, Any]]:
+            for start in range(0, len(packs), n_rows):
+                rows = [packs[i] for i in range(start, min(start + n_rows, len(packs)))]
+                yield {name: torch.stack([row[name] for row in rows]) for name in names}
 
-    serve(
-        {"pack": lambda: run(packed, batches), "versions": lambda: versions("torch", "torchtune")}
-    )
+        return run(lambda: PackedDataset(loaded, max_seq_len=seq_len), batches)  # pyright: ignore
+
+    serve({"load": load, "pack": pack, "versions": lambda: versions("torch", "torchtune")})
 
 
 if __name__ == "__main__":

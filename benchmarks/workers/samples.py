@@ -3,8 +3,6 @@
 Shapes: T tokens of all samples, N samples.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -46,11 +44,10 @@ class Samples:
         np.savez(path, **asdict(self))
 
     @staticmethod
-    def read() -> "tuple[Samples, dict[str, Any]]":
-        """The samples of the file that the benchmark names in a worker's setup, and the setup."""
-        setup = json.loads(sys.argv[1])
-        file = np.load(setup["samples"])
-        return Samples(file["tokens"], file["learned"], file["starts"]), setup
+    def read(path: str) -> "Samples":
+        """The samples of a file."""
+        file = np.load(path)
+        return Samples(file["tokens"], file["learned"], file["starts"])
 
 
 @dataclass(slots=True)
