@@ -45,6 +45,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def keep_tokenizers_to_one_thread() -> None:
+    """Unless the user set it: texts are encoded one by one, and the threads would be in the way of forked data workers."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def no_color() -> bool:
     """Whether the user asked for plain output (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))

@@ -31,10 +31,6 @@ class Encoded(MapSource):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def sample(self, index: int) -> Sample:
-        """Sample ``index``."""
-        return self.samples[index]
-
     def read(self, index: int) -> Pack:
         """The same as a pack."""
         return pack([self.samples[index]])
@@ -65,7 +61,7 @@ def main() -> None:
 
             def packed() -> prepared.Prepared:
                 folder = Path(home) / "packed"
-                prepared._write(encoded, seq_len, True, policy, folder)  # pyright: ignore[reportArgumentType]
+                prepared._write("samples", encoded.samples, seq_len, True, policy, folder)
                 return prepared.Prepared(folder, "packed")
 
             def batches(packs: prepared.Prepared) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan import environment
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.errors import ConfigError
 from torchtitan.optional import is_installed, require
@@ -110,6 +111,8 @@ class Tokenizer(Configurable):
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = [token.content for token in added if token.special]
         """Names of the tokens that text never encodes to."""
+        names = sorted(filter(None, self.special_tokens), key=len, reverse=True)
+        self._special_name = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.named_tokens = {"eos_token": self.name(eos_id), **_named_tokens(settings)}
         """``bos_token``, ``eos_token`` and the like, as a chat template asks for them."""
         if self.bos_id is not None:
@@ -127,7 +130,9 @@ class Tokenizer(Configurable):
         cuts = self.cuts(text)
         ids: list[int] = []
         for start, end in pairwise(cuts):
-            ids += self._tokenizer.encode(text[start:end], add_special_tokens=False).ids
+            # Of the two ways that give the ids, the one that does not compute offsets too: a fifth of the time less.
+            part = self._tokenizer.encode_batch_fast([text[start:end]], add_special_tokens=False)
+            ids += part[0].ids
         return ids
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]]:
@@ -140,10 +145,7 @@ class Tokenizer(Configurable):
             pieces: parts of the text, and whether each is a special token's name.
         """
         looks_special = any(
-            name in piece
-            for piece, special in pieces
-            if not special
-            for name in self.special_tokens
+            not special and self._special_name.search(piece) for piece, special in pieces
         )
         tokenizer, prefix = self._tokenizer, ""
         if looks_special:
@@ -301,6 +303,7 @@ def _load(file: Path) -> "tokenizers.Tokenizer":
             "set tokenizer.path to another one"
         ) from error
     tokenizer.encode_special_tokens = True
+    environment.keep_tokenizers_to_one_thread()
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

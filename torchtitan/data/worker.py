@@ -3,22 +3,18 @@
 Letters: n streams of one worker, S tokens in a row.
 """
 
-import signal
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.bad_rows import MIN_BAD_ROWS, BadRowPolicy
 from torchtitan.data.chat.stream import SamplePacking, SampleStream
 from torchtitan.data.feed import Feed, MapFeed, SequentialFeed
 from torchtitan.data.order import stable_hash
+from torchtitan.data.processes import in_processes
 from torchtitan.data.source import BadRow, MapSource, SequentialSource
 from torchtitan.data.stream import Stream, StreamState, rows_wanted
 from torchtitan.data.tokenizer import Tokenizer
@@ -117,27 +113,7 @@ def make_pieces(plan: Plan, worker: int = 0, n_workers: int = 1) -> Iterator[Pie
 
 def start_workers(plan: Plan, n_workers: int, prefetch: int) -> Iterator[Piece]:
     """Make pieces in ``n_workers`` processes; they come out in the order of the workers, step by step."""
-    with warnings.catch_warnings():
-        # Python >= 3.12 warns of every fork in a process with threads (torch always has some).
-        warnings.filterwarnings("ignore", ".*fork", category=DeprecationWarning)
-        # More workers than cores is the user's choice: they wait for a disk or a network, perhaps.
-        warnings.filterwarnings("ignore", "This DataLoader will create", category=UserWarning)
-        loader = DataLoader(
-            _Pieces(plan),
-            batch_size=None,
-            num_workers=n_workers,
-            prefetch_factor=prefetch,
-            collate_fn=_unchanged,
-            worker_init_fn=_outlive_signals,
-            # Drawing the workers' seeds from the global generator would shift the randomness of
-            # the run.
-            generator=torch.Generator(),
-            # Forked workers start at once, share the memory of the row indices, and can run a
-            # source that was defined in a recipe file. They touch no CUDA. Elsewhere (macOS) system
-            # libraries do not survive a fork.
-            multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
-        )
-        return iter(loader)
+    return in_processes(_Pieces(plan), n_workers, prefetch)
 
 
 class _Pieces(IterableDataset[Piece]):
@@ -162,23 +138,3 @@ def _feed(plan: Plan, index: int, numbers: Sequence[int]) -> Feed:
         return MapFeed(source, plan.n_streams, seed)
     wanted = {number: rows_wanted(plan.states[number])[index] for number in numbers}
     return SequentialFeed(source, plan.n_streams, seed, wanted, plan.rows_per_epoch[index])
-
-
-def _unchanged(piece: Any) -> Any:
-    return piece
-
-
-def _outlive_signals(worker: int) -> None:
-    """Leave it to the main process to end: it may want another batch before it saves.
-
-    Ctrl-C and the SIGTERM of a launcher reach the whole process group. A second SIGTERM ends the
-    worker.
-    """
-    del worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _ignore_once)
-
-
-def _ignore_once(signum: int, frame: FrameType | None) -> None:
-    del frame
-    signal.signal(signum, signal.SIG_DFL)

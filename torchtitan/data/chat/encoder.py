@@ -163,7 +163,8 @@ class Encoder:
         generates, the prompt ends there too.
         """
         ids, places = self._encode(text, template)
-        joins = sorted({start for start in starts if 0 < start < len(text)} - set(places.tolist()))
+        inner = np.array([start for start in starts if 0 < start < len(text)], dtype=np.int64)
+        joins = np.unique(inner[~np.isin(inner, places)]).tolist()
         if not joins:
             return ids, places
         whole, ids, parts = self.tokenizer.decode(ids), [], []
@@ -184,8 +185,10 @@ class Encoder:
         pieces = self.template.split(text) if template and self.template else [(text, False)]
         ids, starts = self.tokenizer.encode_pieces(pieces)
         places = np.array(starts, dtype=np.int64)
-        for found in (i for i, character in enumerate(text) if character == ESCAPE):
+        found = text.find(ESCAPE)
+        while found >= 0:
             places[places >= found] += 1
+            found = text.find(ESCAPE, found + 1)
         return ids, places
 
 

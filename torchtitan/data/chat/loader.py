@@ -15,6 +15,7 @@ from torchtitan.data.chat.source import Chat
 from torchtitan.data.chat.stream import SamplePacking
 from torchtitan.data.chat.template import ChatTemplate
 from torchtitan.data.loader import Loader, take_turns
+from torchtitan.data.processes import usable_cores
 from torchtitan.data.source import MapSource, SequentialSource, Source
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import ConfigError
@@ -138,6 +139,7 @@ class ChatLoader(Loader):
                     shared=self.packing == "best_fit",
                     policy=policy,
                     cache_folder=self.cache_folder,
+                    n_workers=usable_cores() if self.n_workers else 0,
                 )
                 if isinstance(source, Chat)
                 else source

@@ -12,6 +12,7 @@ import shutil
 import uuid
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 
 from torchtitan.data.bad_rows import DOCUMENTS, BadRowPolicy, bad_kinds
 from torchtitan.data.cache import DEFAULT_FOLDER
+from torchtitan.data.chat.encoding import Encoded, encode_all
 from torchtitan.data.chat.packing import pack_all
 from torchtitan.data.chat.sample import Pack, Sample, pack
 from torchtitan.data.chat.source import Chat
@@ -70,7 +72,13 @@ class Prepared(MapSource):
 
 
 def prepare(
-    source: Chat, *, seq_len: int, shared: bool, policy: BadRowPolicy, cache_folder: str | None
+    source: Chat,
+    *,
+    seq_len: int,
+    shared: bool,
+    policy: BadRowPolicy,
+    cache_folder: str | None,
+    n_workers: int,
 ) -> Prepared:
     """Encode and pack all rows, or find what an earlier run made of the same data in the same way.
 
@@ -82,6 +90,7 @@ def prepare(
         shared: whether conversations share rows; else a pack is one.
         policy: what to do with bad rows.
         cache_folder: where the result is kept; None is ~/.cache/torchtitan.
+        n_workers: processes that encode; 0 is this one.
 
     Raises:
         DataError: if a row cannot be used and the policy is to stop, if there are too many of them or nothing
@@ -93,13 +102,16 @@ def prepare(
         home.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                temporary = home / f"{folder.name}.{uuid.uuid4().hex}.tmp"
-                try:
-                    _write(source, seq_len, shared, policy, temporary)
+            try:
+                if not folder.exists():
+                    temporary = home / f"{folder.name}.{uuid.uuid4().hex}.tmp"
+                    items = encode_all(source, n_workers)
+                    _write(source.describe(), items, seq_len, shared, policy, temporary)
                     os.replace(temporary, folder)
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
+            finally:
+                for left in home.glob(f"{folder.name}.*.tmp"):  # of a killed process, too
+                    shutil.rmtree(left, ignore_errors=True)
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked with it
     except OSError as error:
         raise DataError(
             f"{source.describe()}: cannot keep the prepared rows in {home} ({error}); free some space there, or "
@@ -122,25 +134,30 @@ def prepare(
     return prepared
 
 
-def _write(source: Chat, seq_len: int, shared: bool, policy: BadRowPolicy, folder: Path) -> None:
+def _write(
+    told: str,
+    items: Iterable[Encoded],
+    seq_len: int,
+    shared: bool,
+    policy: BadRowPolicy,
+    folder: Path,
+) -> None:
     tokens, learned, starts = array("i"), bytearray(), array("q", [0])
     counts: Counter[str] = Counter()
-    for index in range(len(source)):
-        try:
-            sample = source.sample(index)
-        except BadRow as row:
-            policy.meet(row, counts)
+    for item in items:
+        if isinstance(item, BadRow):
+            policy.meet(item, counts)
             policy.judge(counts)
-            if row.fault and counts[f"bad_{row.kind}"] <= 3:
-                log.warning("skipped a bad row: %s", row)
+            if item.fault and counts[f"bad_{item.kind}"] <= 3:
+                log.warning("skipped a bad row: %s", item)
             continue
         counts[DOCUMENTS] += 1
-        tokens.frombytes(sample.tokens.tobytes())
-        learned += sample.learned.tobytes()
+        tokens.frombytes(item.tokens.tobytes())
+        learned += item.learned.tobytes()
         starts.append(len(tokens))
     if not counts[DOCUMENTS]:
         raise DataError(
-            f"{source.describe()}: nothing is left to learn from; dropped: {bad_kinds(counts, 'dropped_')}; bad: "
+            f"{told}: nothing is left to learn from; dropped: {bad_kinds(counts, 'dropped_')}; bad: "
             f"{bad_kinds(counts)}; set a longer training.seq_len, another `format` or `columns`, or mend the data"
         )
     lengths = np.diff(np.array(starts))

@@ -1,0 +1,101 @@
+"""Encoding in several processes gives what one gives, in the same order, and its errors as they are."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from tests.unit.data.chat.test_loader import Rows
+from tests.unit.data.helpers import TOKENIZER
+from torchtitan.data import Files
+from torchtitan.data.chat import encoding, prepared
+from torchtitan.data.chat.encoding import encode_all
+from torchtitan.data.chat.loader import ChatLoader
+from torchtitan.data.chat.sample import DroppedRow, Sample
+from torchtitan.data.chat.source import Chat
+from torchtitan.data.source import BadRow
+from torchtitan.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def any_number_is_worthwhile(monkeypatch):
+    monkeypatch.setattr(encoding, "_WORTHWHILE", 0)
+
+
+def source(rows, **options):
+    encoder = ChatLoader.Config(sources=[], **options).encoder(TOKENIZER, 64)
+    return Chat.Config(rows=rows).open(encoder)
+
+
+def told(items):
+    return [
+        (item.tokens.tolist(), item.learned.tolist())
+        if isinstance(item, Sample)
+        else (type(item), item.kind, str(item), item.fault)
+        for item in items
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_processes_change_nothing(workers):
+    rows = Rows.Config(n=200)
+    alone = told(encode_all(source(rows), 0))
+    assert len(alone) == 200
+    kinds = {kind for kind, *_ in alone if isinstance(kind, type)}
+    assert kinds == {BadRow, DroppedRow}
+    assert told(encode_all(source(rows), workers)) == alone
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_comes_as_it_is_after_the_rows_before_it(workers, tmp_path):
+    rows = [
+        json.dumps({"prompt": "q", "completion": "a" * (1 + 99 * (i == 150))}) for i in range(300)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    items = encode_all(
+        source(Files.Config(path=str(tmp_path / "rows.jsonl")), too_long="error"), workers
+    )
+    assert len([next(items) for _ in range(150)]) == 150
+    with pytest.raises(
+        DataError, match=r"^\S*rows.jsonl line 151: it has \d+ tokens, more than"
+    ) as error:
+        next(items)
+    assert "Traceback" not in str(error.value)
+
+
+def test_the_lock_is_free_while_processes_still_end(tmp_path):
+    """Forked processes share it: closing it in the parent is not enough."""
+    loader = ChatLoader.Config(sources=[Chat.Config(rows=Rows.Config(n=200))], cache_folder=str(tmp_path), max_bad_fraction=0.5)  # fmt: skip
+    loaders = [
+        loader.build(tokenizer=TOKENIZER, seq_len=64, global_batch_rows=4, dp_rank=0, dp_world_size=1, seed=0)
+        for _ in range(2)
+    ]  # fmt: skip
+    assert loaders[0].packed_rows == loaders[1].packed_rows
+
+
+def be_killed_while_writing(home):
+    def killed(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    prepared.np.save = killed
+    loader = ChatLoader.Config(sources=[Chat.Config(rows=Rows.Config(n=61))], n_workers=0, cache_folder=home, max_bad_fraction=0.5)  # fmt: skip
+    loader.build(
+        tokenizer=TOKENIZER, seq_len=64, global_batch_rows=4, dp_rank=0, dp_world_size=1, seed=0
+    )
+
+
+def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=be_killed_while_writing, args=(str(tmp_path),)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("*.tmp"))) == 1
+    loader = ChatLoader.Config(sources=[Chat.Config(rows=Rows.Config(n=61))], n_workers=0, cache_folder=str(tmp_path), max_bad_fraction=0.5)  # fmt: skip
+    loader.build(
+        tokenizer=TOKENIZER, seq_len=64, global_batch_rows=4, dp_rank=0, dp_world_size=1, seed=0
+    )
+    assert list(tmp_path.glob("*.tmp")) == []
