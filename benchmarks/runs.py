@@ -38,7 +38,9 @@ def without_files(config: Trainer.Config) -> Trainer.Config:
     config = copy.deepcopy(config)
     config.data = Loader.Config(sources=[Embedded.Config()], n_workers=0)
     config.tokenizer = Tokenizer.Config()
-    config.validation = None
+    config.validation = config.samples = None
+    if config.training.epochs is not None:  # the rows that are made here have no end
+        config.training.steps, config.training.epochs = 1, None
     config.checkpoint.initial_load, config.checkpoint.export = "", None
     config.checkpoint.resume = "never"
     config.metrics.console.enabled = config.metrics.plots.enabled = False
