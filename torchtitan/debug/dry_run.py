@@ -235,7 +235,9 @@ def _gradients(
     """
     if not in_backward:
         return {"gradients": _bytes(p for p in (*model.parameters(), *copies) if p.requires_grad)}
-    unit_of = {p: i for i, unit in enumerate(fsdp_units(model)) for p in unit.parameters()}
+    sharded = set(map(id, fsdp_units(model)))
+    modules = [module for module in model.modules() if id(module) in sharded]
+    unit_of = {p: i for i, unit in enumerate(modules) for p in unit.parameters()}
     units: dict[object, int] = defaultdict(int)  # an inner unit, which comes later, has its own
     for p in model.parameters():
         units[unit_of.get(p, p)] += _bytes([p]) if p.requires_grad else 0
