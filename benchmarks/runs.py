@@ -207,11 +207,11 @@ class Random:
             "labels": tokens[:, 1:].contiguous(),
             "positions": torch.arange(tokens.shape[1] - 1, device=device).repeat(len(tokens), 1),
         }
-        found: list[Any] = [
-            {name: field[start : start + rows] for name, field in batch.items()}
+        one_document: Any = {"document_ids": None}
+        return [
+            {name: field[start : start + rows] for name, field in batch.items()} | one_document
             for start in range(0, len(tokens), rows)
         ]
-        return [{**part, "document_ids": None} for part in found]
 
 
 class BareLoop:
@@ -273,8 +273,7 @@ def timed(run: Steps, steps: int) -> tuple[float, float]:
     batches = [run.rows() for _ in range(steps)]
     wait_for(run.device)
     begin = time.perf_counter()
-    for batch in batches:
-        loss = run.step(batch)
+    *_, loss = [run.step(batch) for batch in batches]
     wait_for(run.device)
     return (time.perf_counter() - begin) / steps, loss.item()
 
