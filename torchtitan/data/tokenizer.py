@@ -90,7 +90,7 @@ class Tokenizer(Configurable):
 
     def __init__(self, config: Config) -> None:
         file, settings = _find(config.path)
-        self._tokenizer, self._first_id = _load(file)
+        self._tokenizer = _load(file)
         self._renamed: tokenizers.Tokenizer | None = None
         self.vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocab.values()) + 1
@@ -104,6 +104,9 @@ class Tokenizer(Configurable):
                 "set tokenizer.eos_token to the token that ends a document"
             )
         self.eos_id = eos_id
+        # It adds special tokens, which are left out here, and may trim spaces from the offsets of tokens, which then seem
+        # to begin later than they do.
+        self._tokenizer.post_processor = None
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = [token.content for token in added if token.special]
         """Names of the tokens that text never encodes to."""
@@ -217,7 +220,9 @@ class Tokenizer(Configurable):
 
         Some name one that they do not use: SmolLM2's is ``<|im_start|>``.
         """
-        return bool(settings.get("add_bos_token")) or self._first_id == bos_id
+        if settings.get("add_bos_token"):
+            return True
+        return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
 
     def _special(
         self, kind: str, configured: str | None, settings: dict[str, Any], known: Sequence[str]
@@ -285,8 +290,7 @@ def _download(name: str) -> tuple[Path, Path | None]:
     return file, settings and settings.with_name("tokenizer_config.json")
 
 
-def _load(file: Path) -> "tuple[tokenizers.Tokenizer, int]":
-    """The tokenizer without what it adds to text, and the id of the first token that it would give a text (-1: none)."""
+def _load(file: Path) -> "tokenizers.Tokenizer":
     import tokenizers  # noqa: PLC0415 - a compiled package that no config check needs
 
     try:
@@ -297,13 +301,9 @@ def _load(file: Path) -> "tuple[tokenizers.Tokenizer, int]":
             "set tokenizer.path to another one"
         ) from error
     tokenizer.encode_special_tokens = True
-    first_id = next(iter(tokenizer.encode("a", add_special_tokens=True).ids), -1)
-    # It adds special tokens, which are left out here, and may trim spaces from the offsets of tokens, which then seem to
-    # begin later than they do.
-    tokenizer.post_processor = None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer, first_id
+    return tokenizer
 
 
 def _from_text(text: str) -> "tokenizers.Tokenizer":

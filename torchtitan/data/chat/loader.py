@@ -40,7 +40,7 @@ class ChatLoader(Loader):
         """How conversations share rows, each seeing only itself: `best_fit` encodes all of them first and keeps the
         result (data on this machine only); `streaming` fills rows from a few that are held ready; `none` is one a row,
         encoded first too unless the data is streamed."""
-        look_ahead: int = 16
+        look_ahead: int = 32
         """Conversations that each row of the global batch holds ready with streaming packing."""
         date: str = "2024-07-26"
         """The date that templates with `strftime_now` write, YYYY-MM-DD; fixed, so that a resumed run sees the same tokens."""
