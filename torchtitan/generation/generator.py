@@ -196,9 +196,9 @@ class Generator:
         tokens = torch.tensor(padded, device=cache.device)  # (B, S)
         with uncompiled(self.model):
             hidden_states = self.model(tokens, cache.positions)  # (B, S, D)
-        last = torch.tensor(counts, device=cache.device) - 1  # (B,)
+        last = [row * width + count - 1 for row, count in enumerate(counts)]
         cache.end(counts)
-        return self.model.head.logits(hidden_states, last)
+        return self.model.head.logits(hidden_states, torch.tensor(last, device=cache.device))
 
 
 def _extend(row: _Row, token_id: int, max_new_tokens: int, stop_ids: Collection[int]) -> Piece:
