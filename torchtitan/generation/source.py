@@ -129,7 +129,7 @@ def open_source(
     model = model.to(dtype).eval().requires_grad_(False)
     if device.type == "cpu" and dtype == torch.float32:
         lay_out_for_few_rows(model)
-    return Source(model, tokens.build(), generation)
+    return Source(model, built, generation)
 
 
 def lay_out_for_few_rows(model: Decoder) -> None:
