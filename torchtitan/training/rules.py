@@ -33,6 +33,19 @@ def check_compiled(
         )
 
 
+def check_budget(
+    mesh: Mesh.Config, recompute: ActivationCheckpointing.Config
+) -> Iterator[Problem]:
+    """Yield a problem if the compiler cannot weigh what a block keeps."""
+    if recompute.mode == "budget" and mesh.tp > 1:
+        yield Problem(
+            "activation_checkpointing.mode",
+            "budget",
+            f"cannot weigh the DTensors of parallelism.tp={mesh.tp}",
+            "set mode full or selective, or tp=1",
+        )
+
+
 def check_offload(optimizer: Optimizer.Config, training: Training.Config) -> Iterator[Problem]:
     """Yield a problem if there is no other memory to move the optimizer's state to."""
     on_cpu = not torch.cuda.is_available() or training.device == "cpu"
