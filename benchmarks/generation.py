@@ -21,12 +21,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from torchtitan.checkpoint.agreement import Agreement
-from torchtitan.checkpoint.hugging_face.folder import read_model
-from torchtitan.checkpoint.initial import load_initial
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.generation.generator import Generator
 from torchtitan.generation.sampling import Sampling
-from torchtitan.models.decoder import Decoder
+from torchtitan.generation.source import open_source
 
 GREEDY = Sampling.Config(temperature=0)
 
@@ -56,12 +54,8 @@ def both(args: argparse.Namespace) -> tuple[Any, Generator]:
     theirs.generation_config.pad_token_id = 0
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        model_config = read_model(Path(folder))[1]
-        model = model_config.build()
-        load_initial(folder, model_config, model, Agreement())
-    if not isinstance(model, Decoder):
-        raise TypeError(f"a {type(model).__name__} is no decoder")
-    return theirs, Generator(model.requires_grad_(False), _NoText())
+        source = open_source(folder, device=torch.device("cpu"), tokenizer=Tokenizer.Config())
+    return theirs, Generator(source.model, _NoText())
 
 
 def prompts_of(n_rows: int, args: argparse.Namespace) -> list[list[int]]:

@@ -154,6 +154,10 @@ class Worker:
         text = os.pread(file, size, 0).decode("utf-8", errors="replace")
         return "".join(text.splitlines(keepends=True)[-lines:])
 
+    def kill(self) -> None:
+        """End the process at once; an answer that is waited for does not come."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process: politely, then not."""
         with contextlib.suppress(BrokenPipeError):

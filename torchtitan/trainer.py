@@ -37,12 +37,13 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.traffic import Step
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
-from torchtitan.training.feed import Feed
+from torchtitan.training.feed import Fed, Feed
 from torchtitan.training.guard import Guard
 from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
 from torchtitan.training.rules import check_compiled, check_offload, check_updates
+from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.signals import StopRequest
 from torchtitan.training.trainable import Trainable
@@ -82,6 +83,7 @@ class Trainer(Configurable):
                 "activation_checkpointing",
                 "compile",
                 "validation",
+                "samples",
                 "checkpoint",
                 "metrics",
             }
@@ -111,6 +113,8 @@ class Trainer(Configurable):
         """Compilation of the blocks."""
         validation: Validation.Config | None = None
         """Loss on held-out rows; None for none."""
+        samples: Samples.Config | None = None
+        """Texts that the model writes as it is trained; None for none."""
         checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
         """When the run is saved, and what it resumes from."""
         metrics: Metrics.Config = field(default_factory=Metrics.Config)
@@ -122,10 +126,16 @@ class Trainer(Configurable):
             """Rules that span the parts; see `Configurable.Config.check`."""
             yield from check_compiled(self.parallelism, self.activation_checkpointing, self.compile)
             yield from check_offload(self.optimizer, self.training)
+            if self.training.epochs is not None:
+                yield from self.data.check_epochs(self.training.epochs)
             parts = {
                 "schedule": self.schedule.check_lengths(self.training.steps),
-                "checkpoint": self.checkpoint.check_model(self.model),
+                "training": self.model.check_seq_len(self.training.seq_len),
+                "checkpoint": self.checkpoint.check_model(self.model, self.training.seq_len),
             }
+            if self.samples:
+                held_out = self.validation is not None
+                parts["samples"] = self.samples.check_run(self.model, held_out=held_out)
             for section, problems in parts.items():
                 yield from (p.within(section) for p in problems)
 
@@ -145,11 +155,19 @@ class Trainer(Configurable):
                 degrees = self.parallelism.resolve(world_size)
                 found += [(p, "training") for p in training.check_rows(degrees.data)]
                 found += check_updates(self.optimizer, training, degrees)
+                if self.samples:
+                    found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
 
-        def resolved(self) -> "Trainer.Config":
-            """A copy in which what was left to be derived is filled in: the tree that is saved with the run."""
+        def resolved(self, steps: int | None = None) -> "Trainer.Config":
+            """A copy in which what was left to be derived is filled in: the tree that is saved with the run.
+
+            Args:
+                steps: of the run, where epochs say it; None takes training.steps.
+            """
             tree = copy.deepcopy(self)
+            if steps is not None:
+                tree.training.steps, tree.training.epochs = steps, None
             if tree.schedule.steps is None:
                 tree.schedule.steps = tree.training.steps
             return tree
@@ -184,6 +202,7 @@ class Trainer(Configurable):
                     compute_itemsize=dtype.itemsize,
                 ),
                 compute=f"{dtype} (training.compute_dtype={training.compute_dtype} on {device.type})",
+                in_backward=self.optimizer.in_backward,
             )
             return str(plan_of_rank)
 
@@ -193,8 +212,6 @@ class Trainer(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config = config.resolved()
-        self.saved_config = masked(to_dict(config))
-        """The config as it is written to files: without secrets."""
         training = config.training
         self.folder = Path(config.folder)
         self.step = 0
@@ -207,8 +224,13 @@ class Trainer(Configurable):
             torch.use_deterministic_algorithms(training.deterministic)  # imports the compiler: 1 s
         seed_everything(training.seed, self.mesh.rank)
         self.tokenizer = self._build_tokenizer()
-        self.models = {"policy": self._build_policy()}
         self.loader = self._open_loader(config.data)
+        self.n_steps = self._count_steps()
+        """Optimizer steps in all."""
+        self.config = config = config.resolved(self.n_steps)
+        self.saved_config = masked(to_dict(config))
+        """The config as it is written to files: without secrets."""
+        self.models = {"policy": self._build_policy()}
         self.loader_state: dict[str, Any] | None = None
         rows = training.global_batch_rows // self.mesh.dp_world_size
         pipeline = config.parallelism.pipeline
@@ -220,6 +242,13 @@ class Trainer(Configurable):
             engine=self.models["policy"].engine,
             loader=self._open_loader(config.validation.data),
             micro_batch_rows=self.micro_batch_rows,
+        )
+        self.samples = config.samples and config.samples.build(
+            model=self.models["policy"].model,
+            tokenizer=self.tokenizer,
+            mesh=self.mesh,
+            data=config.validation.data if config.validation else config.data,
+            seq_len=training.seq_len,
         )
         self._resume()
         self.metrics = config.metrics.build(
@@ -235,7 +264,7 @@ class Trainer(Configurable):
         """Whether all ranks are at the same place; not so after an error of one of them."""
 
     def train(self) -> None:
-        """Train to ``training.steps``.
+        """Train to the last step.
 
         Raises:
             Preempted: after SIGTERM or Ctrl-C on any rank; a checkpoint was saved.
@@ -244,8 +273,10 @@ class Trainer(Configurable):
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
         with self.stop, _controlled_gc(), self._explaining_errors():
+            if self.validation and self.validation.config.at_start and self.step == 0:
+                self.metrics.log_validation(0, self.validation.run())
             ends_early = self.validation is not None and self.validation.exhausted
-            for fed in feed.steps(0 if ends_early else self.config.training.steps - self.step):
+            for fed in feed.steps(0 if ends_early else self.n_steps - self.step):
                 step = self.train_step(fed.microbatches)
                 self.loader_state = fed.loader_state
                 self.metrics.record(
@@ -255,7 +286,7 @@ class Trainer(Configurable):
                         "grad_norm": step.grad_norm,
                         "lr": step.lr,
                         "data_wait_s": fed.wait_s,
-                        **({} if fed.utilisation is None else {"packing": fed.utilisation}),
+                        **self._progress(fed),
                         **step.metrics,
                     },
                 )
@@ -273,7 +304,7 @@ class Trainer(Configurable):
                 self.save()
                 self.checkpointer.wait()
                 raise Preempted(
-                    f"stopped after step {self.step} of {self.config.training.steps} and saved "
+                    f"stopped after step {self.step} of {self.n_steps} and saved "
                     f"{self.checkpointer.latest()}; run the same command again to go on"
                 )
             self.checkpointer.wait()
@@ -286,9 +317,18 @@ class Trainer(Configurable):
         log.info(
             "done: %d of %d steps; the run is in %s",
             self.step,
-            self.config.training.steps,
+            self.n_steps,
             self.folder,
         )
+
+    def _progress(self, fed: Fed) -> dict[str, float]:
+        """How often the data was read, and how full its rows are, where that is known."""
+        rows, progress = self.loader.packed_rows, dict[str, float]()
+        if rows is not None:
+            progress["epoch"] = self.step * self.config.training.global_batch_rows / rows
+        if fed.utilisation is not None:
+            progress["packing"] = fed.utilisation
+        return progress
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
@@ -340,7 +380,7 @@ class Trainer(Configurable):
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
-        last = self.step == self.config.training.steps
+        last = self.step == self.n_steps
         best = False
         if self.validation and self.validation.due(self.step, last):
             metrics = self.validation.run()
@@ -349,6 +389,8 @@ class Trainer(Configurable):
             last = last or self.validation.exhausted
             if best:
                 self.checkpointer.best_step = self.step
+        if self.samples and self.samples.due(self.step, last):
+            self.metrics.log_texts(self.step, self.samples.run())
         if last or best or self.checkpointer.due(self.step):
             self.save()
         if best:
@@ -403,7 +445,7 @@ class Trainer(Configurable):
                 in_backward=in_backward,
                 stages=self.mesh.pp,
             ),
-            schedule=config.schedule.build(config.training.steps),
+            schedule=config.schedule.build(self.n_steps),
             engine=make_engine(model, objective, self.mesh, refuse_bad_loss=in_backward),
         )
 
@@ -416,6 +458,25 @@ class Trainer(Configurable):
             dp_world_size=self.mesh.dp_world_size,
             seed=self.config.training.seed,
         )
+
+    def _count_steps(self) -> int:
+        """Optimizer steps in all, the same on every rank.
+
+        Raises:
+            ConfigError: if there are epochs of unknown length, or the schedule's phases do not fit into their steps.
+        """
+        training = self.config.training
+        steps = training.n_steps(self.loader.packed_rows)
+        if training.epochs is not None:
+            log.info(
+                "training.epochs=%s of %d rows: %d steps of %d rows",
+                training.epochs, self.loader.packed_rows, steps, training.global_batch_rows,
+            )  # fmt: skip
+            for problem in self.config.schedule.check_lengths(steps):
+                raise ConfigError(
+                    f"{problem.within('schedule')} (training.epochs={training.epochs})"
+                )
+        return steps
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -459,7 +520,7 @@ class Trainer(Configurable):
             "%s; %d parameters; %d steps of %d tokens (%d rows of %d, micro-batches of %d)",
             self.mesh.describe(),
             counts.total,
-            training.steps,
+            self.n_steps,
             tokens_per_step,
             training.global_batch_rows,
             training.seq_len,
@@ -468,7 +529,7 @@ class Trainer(Configurable):
         return RunInfo(
             recipe=self.folder.name,
             config=self.saved_config,
-            total_steps=training.steps,
+            total_steps=self.n_steps,
             tokens_per_step_global=tokens_per_step,
             flops_per_token=model.flops_per_token(training.seq_len),
             world_size=self.mesh.world_size,

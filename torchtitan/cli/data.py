@@ -12,10 +12,9 @@ from torchtitan.config.configurable import Problem
 from torchtitan.config.overrides import apply_flags
 from torchtitan.config.recipes import find_recipe
 from torchtitan.data.chat.loader import ChatLoader
-from torchtitan.data.chat.sample import Sample
 from torchtitan.data.chat.show import BRACKETED, COLOURED, shown
-from torchtitan.data.chat.source import Chat, ChatStream
-from torchtitan.data.source import BadRow
+from torchtitan.data.chat.source import Chat
+from torchtitan.data.source import BadRow, documents
 from torchtitan.errors import ConfigError
 from torchtitan.trainer import Trainer
 
@@ -60,26 +59,11 @@ def _conversations(config: Trainer.Config, data: ChatLoader.Config) -> Iterator[
     for source in data.sources:
         if not isinstance(source, Chat.Config):
             continue
-        for place, sample in _samples(source.open(encoder)):
-            if isinstance(sample, BadRow):
-                yield f"--- {place}: left out ({sample.kind}): {sample.reason}"
+        for place, found in documents(source.open(encoder)):
+            if isinstance(found, BadRow):
+                yield f"--- {place}: left out ({found.kind}): {found.reason}"
                 continue
-            learned = int(sample.learned[1:].sum())
-            head = f"--- {place}: {len(sample)} tokens, {learned} learned"
-            yield f"{head}\n{shown(sample, tokenizer, marks)}"
-
-
-def _samples(source: Chat | ChatStream) -> Iterator[tuple[str, Sample | BadRow]]:
-    """The rows in their order, with where they are."""
-    if isinstance(source, Chat):
-        for index in range(len(source)):
-            try:
-                yield source.place(index), source.sample(index)
-            except BadRow as row:
-                yield row.place, row
-        return
-    for index, value in enumerate(source.rows(start=0, shuffle_seed=None)):
-        try:
-            yield source.place(index), source.reader.sample(value, source.place(index))
-        except BadRow as row:
-            yield row.place, row
+            for sample in found.samples:
+                learned = int(sample.learned[1:].sum())
+                head = f"--- {place}: {len(sample)} tokens, {learned} learned"
+                yield f"{head}\n{shown(sample, tokenizer, marks)}"

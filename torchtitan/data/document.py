@@ -4,6 +4,8 @@ A book of 100 MB takes minutes to encode; its first row should not wait for the 
 run for what was read before. Ordinary documents are one slice.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from torchtitan.batch import IGNORE_INDEX
@@ -11,6 +13,14 @@ from torchtitan.data.feed import Part
 from torchtitan.data.tokenizer import Tokenizer
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+OPENING_TOKENS = 32
+
+
+def opening(ids: Sequence[int]) -> list[int]:
+    """The first tokens of a document, for a model to go on with: at most `OPENING_TOKENS`, and not more than half of it."""
+    return list(ids[: max(1, min(OPENING_TOKENS, len(ids) // 2))])
 
 
 class Document:

@@ -7,7 +7,7 @@ stream of its own, and each data rank owns G / D neighbouring streams.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -19,8 +19,9 @@ from torchtitan.batch import Batch
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.data.bad_rows import MIN_BAD_ROWS, BadRowPolicy
 from torchtitan.data.chat.stream import SamplePacking
+from torchtitan.data.document import opening
 from torchtitan.data.enough import check_enough
-from torchtitan.data.source import MapSource, SequentialSource, Source
+from torchtitan.data.source import MapSource, SequentialSource, Source, documents
 from torchtitan.data.stream import FIELDS, StreamState, new_state
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.worker import Piece, Plan, make_pieces, start_workers
@@ -90,6 +91,16 @@ class Loader(Configurable):
                     "set a fraction, such as 0.01",
                 )
 
+        def check_epochs(self, epochs: float) -> Iterator[Problem]:
+            """Yield a problem if the rows of an epoch are not known before they are read; paths are from the root."""
+            yield Problem(
+                "training.epochs",
+                epochs,
+                f"cannot be counted: {type(self).__qualname__.removesuffix('.Config')} packs documents while it reads them, "
+                "so how many rows they fill is not known beforehand",
+                "set training.steps, and training.epochs=None",
+            )
+
         def build(
             self,
             *,
@@ -146,7 +157,12 @@ class Loader(Configurable):
                 ],
                 packing=packing,
             )
-            return Loader(plan, n_workers=min(self.n_workers, per_rank), prefetch=self.prefetch)
+            return Loader(
+                plan,
+                n_workers=min(self.n_workers, per_rank),
+                prefetch=self.prefetch,
+                packed_rows=self.packed_rows(sources),
+            )
 
         def open_sources(
             self, tokenizer: Tokenizer, seq_len: int, policy: BadRowPolicy
@@ -164,12 +180,47 @@ class Loader(Configurable):
             del tokenizer, seq_len, policy
             return [source.build() for source in self.sources]
 
+        def packed_rows(self, sources: Sequence[MapSource | SequentialSource]) -> int | None:
+            """Rows of S tokens that all of ``sources`` fill, read once; None where that is not known beforehand."""
+            del sources
+            return None
+
+        def prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+            """Token ids of ``text`` for a model to go on with, in the form that this data has."""
+            bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+            return [*bos, *tokenizer.encode(text)]
+
+        def first_prompts(self, tokenizer: Tokenizer, seq_len: int, n: int) -> list[list[int]]:
+            """What the first documents begin with, as token ids for a model to go on with.
+
+            Args:
+                tokenizer: of the run.
+                seq_len: most tokens of a prompt; longer ones are left out.
+                n: how many, if there are so many; the sources take turns.
+
+            Raises:
+                DataError: if the data cannot be read.
+            """
+            bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
+            def prompts(source: MapSource | SequentialSource) -> Iterator[list[int]]:
+                for _, text in documents(source):
+                    if isinstance(text, str) and text.strip():
+                        start = text[: tokenizer.cuts(text)[1]]
+                        yield [*bos, *opening(tokenizer.encode(start))]
+
+            return take_turns(map(prompts, [s.build() for s in self.sources]), seq_len, n)
+
         def sample_packing(self) -> SamplePacking | None:
             """How rows are filled with whole samples; None where documents go on from row to row."""
             return None
 
-    def __init__(self, plan: Plan, *, n_workers: int, prefetch: int) -> None:
+    def __init__(
+        self, plan: Plan, *, n_workers: int, prefetch: int, packed_rows: int | None
+    ) -> None:
         self.plan = plan
+        self.packed_rows = packed_rows
+        """Rows of an epoch; None where they are not known beforehand."""
         self.n_workers = n_workers
         self.prefetch = prefetch
         self._n_shown = 0
@@ -302,3 +353,9 @@ class Loader(Configurable):
             "rows_per_epoch": list(self._rows_per_epoch),
             "streams": {str(number): state for number, state in self._states.items()},
         }
+
+
+def take_turns(sources: Iterable[Iterator[list[int]]], seq_len: int, n: int) -> list[list[int]]:
+    """The first ``n`` prompts of at most ``seq_len`` tokens, from the sources in turn, until one is at its end."""
+    fitting = [(ids for ids in prompts if len(ids) <= seq_len) for prompts in sources]
+    return list(islice((ids for group in zip(*fitting, strict=False) for ids in group), n))

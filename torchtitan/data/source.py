@@ -123,6 +123,23 @@ class SequentialSource(Source):
         return text_of(value, place)
 
 
+def documents(source: MapSource | SequentialSource) -> Iterator[tuple[str, Any]]:
+    """All documents in the order of the data, each with where it is; for a row that is none, the `BadRow`."""
+    if isinstance(source, MapSource):
+        for index in range(len(source)):
+            try:
+                yield source.place(index), source.read(index)
+            except BadRow as row:
+                yield row.place, row
+        return
+    for index, value in enumerate(source.rows(start=0, shuffle_seed=None)):
+        place = source.place(index)
+        try:
+            yield place, source.document(value, place)
+        except BadRow as row:
+            yield row.place, row
+
+
 def text_of(value: object, place: str) -> str:
     """The value of a text field, if it is text.
 

@@ -13,6 +13,7 @@ from torchtitan.generation.kv_cache import KVCache, cached
 from torchtitan.generation.sampling import Sampling
 from torchtitan.generation.text import TextStream
 from torchtitan.models.decoder import Decoder
+from torchtitan.parallel.compile import uncompiled
 
 Ending = Literal["stop", "length"]
 
@@ -22,6 +23,14 @@ class Decodes(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``."""
+        ...
+
+
+class Agrees(Protocol):
+    """Makes ranks that compute the same tokens go on with the same ones, should rounding ever part them."""
+
+    def __call__(self, token_ids: list[int]) -> list[int]:
+        """The tokens of one of the ranks, on all of them; each rank passes its own."""
         ...
 
 
@@ -69,17 +78,28 @@ class _Row:
 class Generator:
     """Continues prompts with a model.
 
-    The model may be cut over tensor-parallel ranks (without sequence parallelism: one token has no sequence to divide) or by
-    FSDP; then all ranks call it alike, and all get the same tokens. Its attention backends are replaced while it runs only, so
-    a model in training can be sampled from.
+    The model may be cut by FSDP, over tensor-parallel, context-parallel or expert-parallel ranks; then all ranks call it alike,
+    with the same prompts, and all get the same tokens. Its attention backends are replaced while it runs only, and its blocks
+    are not compiled then, so a model in training can be sampled from.
 
     Args:
         model: with weights.
         tokenizer: its vocabulary.
+        token_multiple: pad the tokens of each forward to a multiple of this: the ranks over which sequence parallelism divides
+            them.
+        agree: for several ranks.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Decodes) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Decodes,
+        *,
+        token_multiple: int = 1,
+        agree: Agrees | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self._multiple, self._agree = token_multiple, agree
 
     def generate(
         self,
@@ -141,7 +161,7 @@ class Generator:
             )
         ]
         new = [list(prompt) for prompt in prompts]
-        capacity = max(map(len, prompts), default=0) + max_new_tokens
+        capacity = max(map(len, prompts), default=0) + max_new_tokens + self._multiple
         cache = KVCache(len(rows), capacity, self.model.head.weight.device)
         was_training = self.model.training
         self.model.eval()
@@ -152,6 +172,8 @@ class Generator:
                     chosen = sampler(
                         logits, [row.history for row in rows], [row.generator for row in rows]
                     )
+                    if self._agree is not None:
+                        chosen = self._agree(chosen)
                     going = []
                     for place, (row, token_id) in enumerate(zip(rows, chosen, strict=True)):
                         piece = _extend(row, token_id, max_new_tokens, stop_ids)
@@ -168,14 +190,15 @@ class Generator:
     def _next_logits(self, new: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
         """``(B, V)`` float32, after the last of each row's new tokens."""
         counts = [len(ids) for ids in new]
-        cache.begin(counts)
-        padded = [[*ids, *[0] * (max(counts) - len(ids))] for ids in new]
+        width = -(-max(counts) // self._multiple) * self._multiple
+        cache.begin(width)
+        padded = [[*ids, *[0] * (width - len(ids))] for ids in new]
         tokens = torch.tensor(padded, device=cache.device)  # (B, S)
-        hidden_states = self.model(tokens, cache.positions)  # (B, S, D)
-        last = torch.tensor(counts, device=cache.device)[:, None] - 1
-        hidden_states = hidden_states[cache.rows, last]  # (B, 1, D)
+        with uncompiled(self.model):
+            hidden_states = self.model(tokens, cache.positions)  # (B, S, D)
+        last = [row * width + count - 1 for row, count in enumerate(counts)]
         cache.end(counts)
-        return self.model.head.logits(hidden_states)[:, 0]
+        return self.model.head.logits(hidden_states, torch.tensor(last, device=cache.device))
 
 
 def _extend(row: _Row, token_id: int, max_new_tokens: int, stop_ids: Collection[int]) -> Piece:

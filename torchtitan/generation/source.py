@@ -15,13 +15,13 @@ from torchtitan.checkpoint.hugging_face.folder import find_folder, read_model
 from torchtitan.checkpoint.initial import checkpoint_in, load_initial
 from torchtitan.checkpoint.manifest import STATE
 from torchtitan.config.serialize import from_dict
+from torchtitan.data.chat.sandbox import TemplateError
 from torchtitan.data.chat.template import ChatTemplate, Message
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.generation.stops import stop_ids
 from torchtitan.models.decoder import Decoder
-
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<|eom_id|>")
-"""Tokens that end an answer, whatever else the folder names."""
+from torchtitan.models.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,7 @@ class Source:
     def stop_ids(self) -> set[int]:
         """Tokens after which nothing comes: the end of a document, of a turn, and those that the folder names."""
         named = self.generation.get("eos_token_id") or []
-        vocab = self.tokenizer.vocab
-        ends = {vocab[name] for name in END_OF_TURN if name in vocab}
-        return {self.tokenizer.eos_id, *([named] if isinstance(named, int) else named), *ends}
+        return {*stop_ids(self.tokenizer), *([named] if isinstance(named, int) else named)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model shall go on with."""
@@ -55,21 +53,34 @@ class Source:
         """Token ids of a conversation that the model shall answer.
 
         Raises:
-            ConfigError: if there is no chat template.
+            ConfigError: if there is no chat template, or it refuses the conversation.
+        """
+        try:
+            template = self.template()
+            text = template.render(messages, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template cannot write this conversation: {error}; name another one with --chat-template"
+            ) from error
+        return self.tokenizer.encode_pieces(template.split(text))[0]
+
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template, as of today.
+
+        Raises:
+            ConfigError: if there is none.
         """
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 "the tokenizer has no chat template; name one with --chat-template (a file, chatml or llama3), or use "
                 "torchtitan generate"
             )
-        template = ChatTemplate(
+        return ChatTemplate(
             self.tokenizer.chat_template,
             special_tokens=self.tokenizer.special_tokens,
             variables=self.tokenizer.named_tokens,
             today=datetime.date.today(),
         )
-        text = template.render(messages, add_generation_prompt=True)
-        return self.tokenizer.encode_pieces(template.split(text))[0]
 
 
 def open_source(
@@ -100,14 +111,33 @@ def open_source(
         folder = find_folder(name)
         name, config, generation = str(folder), read_model(folder)[1], generation_of(str(folder))
         tokens = Tokenizer.Config(path=str(folder))
+        if tokenizer is None and not (folder / "tokenizer.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer"
+            )
     tokens = tokenizer or tokens
     if not isinstance(config, Decoder.Config) or not isinstance(tokens, Tokenizer.Config):
         raise CheckpointError(
             f"{name} has a {type(config).__qualname__}, which does not generate text; name a decoder"
         )
+    built = tokens.build()  # first: it may not be there
     with torch.device(device):
         model = config.build()
     if checkpoint is None:
         model = model.to(dtype)  # the files of a checkpoint are compared with the run's type
     load_initial(name, config, model, Agreement())
-    return Source(model.to(dtype).eval().requires_grad_(False), tokens.build(), generation)
+    model = model.to(dtype).eval().requires_grad_(False)
+    if device.type == "cpu" and dtype == torch.float32:
+        lay_out_for_few_rows(model)
+    return Source(model, built, generation)
+
+
+def lay_out_for_few_rows(model: Decoder) -> None:
+    """Store matrices column by column, in place; nothing but their strides changes.
+
+    A CPU multiplies 4 to 64 rows with a float32 matrix in 0.55 to 0.9 of the time then, and one row in the same. A table that is the
+    embedding too stays, as its rows are looked up.
+    """
+    matrices = [module.weight for module in model.modules() if isinstance(module, Linear)]
+    for weight in matrices if model.config.tied else [*matrices, model.head.weight]:
+        weight.data = weight.data.t().contiguous().t()

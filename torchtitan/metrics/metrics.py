@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -16,7 +16,7 @@ from torchtitan.metrics.peak_flops import peak_tflops
 from torchtitan.metrics.performance import PERFORMANCE_NAMES, Performance
 from torchtitan.metrics.probes import Probe
 from torchtitan.metrics.run_info import RunInfo
-from torchtitan.metrics.sinks.base import Row, Sink
+from torchtitan.metrics.sinks.base import GeneratedText, Row, Sink
 from torchtitan.metrics.sinks.console import Console
 from torchtitan.metrics.sinks.jsonl import Jsonl
 from torchtitan.metrics.sinks.plots import Plots
@@ -226,6 +226,18 @@ class Metrics(Configurable):
             row[_VALIDATION + name.removeprefix(_VALIDATION)] = float(value)
         self.flush()
         self._send([row])
+        if step == 0:
+            self._performance.begin()
+
+    def log_texts(self, step: int, texts: Sequence[GeneratedText]) -> None:
+        """Send texts that the model wrote to the sinks that have a place for them.
+
+        Args:
+            step: the last step whose update the weights have.
+            texts: the same on all ranks.
+        """
+        self.flush()
+        self._tell(lambda sink: sink.log_texts(step, texts))
 
     def flush(self) -> None:
         """Send the steps that are kept, without performance numbers.
@@ -282,9 +294,12 @@ class Metrics(Configurable):
         return rows
 
     def _send(self, rows: list[Row]) -> None:
+        self._tell(lambda sink: sink.log(rows))
+
+    def _tell(self, message: Callable[[Sink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
-                sink.log(rows)
+                message(sink)
             except Exception as error:  # noqa: BLE001 - training outlives a full disk or a lost network
                 del self._sinks[name]
                 log.warning("%s failed and gets no more metrics: %r", name, error)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from torchtitan import torch_api
@@ -78,6 +79,13 @@ def apply_compile(
     for module in model.modules():
         if isinstance(module, Head):
             module.fused = config.loss
+
+
+def uncompiled(model: Model) -> AbstractContextManager[Any]:
+    """Within it the blocks of ``model`` run as they are written, as long as their shapes are of no lasting use."""
+    if any(block._compiled_call_impl is not None for block in model.blocks()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def _explain_failures(block: nn.Module, name: str, memory_budget: float | None) -> None:

@@ -156,6 +156,10 @@ class ContextAttention(InnerAttention):
         """For ``print(model)``."""
         return f"kind={self.layout.kind}, cp={self.layout.cp}"
 
+    def alone(self) -> InnerAttention:
+        """See `InnerAttention.alone`."""
+        return self.inner
+
 
 class Blockwise(ContextAttention):
     """Kinds ``all_gather`` and ``ring``: queries stay, keys and values travel.

@@ -37,11 +37,23 @@ class Validation(Configurable):
         """Settings of `Validation`."""
 
         OPERATIONAL = frozenset(
-            {"every_n_steps", "steps", "data", "metric", "mode", "keep_best", "patience"}
+            {
+                "every_n_steps",
+                "at_start",
+                "steps",
+                "data",
+                "metric",
+                "mode",
+                "keep_best",
+                "patience",
+            }
         )
 
         every_n_steps: int = 100
         """Optimizer steps between evaluations; there is one after the last step too. 0 means only that one."""
+        at_start: bool = False
+        """Evaluate the initial weights too, before the first step: what a fine-tuned model starts from. `keep_best` and
+        `patience` do not look at it."""
         steps: int = 4
         """Global batches of an evaluation, each as large as a training step's."""
         data: Loader.Config

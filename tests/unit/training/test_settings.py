@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.tiny import running, tiny
+from torchtitan.errors import ConfigError
 from torchtitan.training.settings import Training
 
 
@@ -42,6 +43,30 @@ def test_ranges():
         "max_grad_norm",
         "seed",
     ]
+
+
+def test_the_length_of_a_run_is_said_once():
+    assert [str(p) for p in config(epochs=3).check()] == [
+        "epochs=3: and steps=1 both say how long the run is; set one of them to None"
+    ]
+    assert [str(p) for p in config(steps=None).check()] == [
+        "steps=None: and epochs=None leave open how long the run is; set one of them"
+    ]
+    assert list(config(steps=None, epochs=0.5).check()) == []
+    for epochs in (0.0, -1.0, float("inf"), float("nan")):
+        (problem,) = config(steps=None, epochs=epochs).check()
+        assert (problem.path, problem.reason) == ("epochs", "is not positive")
+
+
+def test_steps_of_epochs():
+    table = [(1, 80, 10), (1, 81, 11), (3, 81, 31), (0.5, 81, 6), (0.001, 8, 1), (0.7, 80, 7)]
+    for epochs, rows, steps in table:
+        assert config(steps=None, epochs=epochs).n_steps(rows) == steps
+    assert config(steps=7).n_steps(None) == config(steps=7).n_steps(80) == 7
+    with pytest.raises(
+        ConfigError, match=r"training\.epochs=3: how many rows .* set training\.steps"
+    ):
+        config(steps=None, epochs=3).n_steps(None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -9,7 +9,8 @@ import numpy as np
 from torchtitan.data.chat.conversation import Conversation
 from torchtitan.data.chat.sample import DroppedRow, Sample
 from torchtitan.data.chat.sandbox import TemplateError
-from torchtitan.data.chat.template import ESCAPE, ChatTemplate, Rendered, SpanError
+from torchtitan.data.chat.template import ESCAPE, ChatTemplate, Message, Rendered, SpanError
+from torchtitan.data.document import opening
 from torchtitan.data.source import BadRow
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import ConfigError, DataError
@@ -63,14 +64,46 @@ class Encoder:
             raise DroppedRow("cut_no_target", place, "nothing to learn is left in its first tokens")
         return cut
 
-    def _chat(self, row: Conversation, place: str) -> Sample:
+    def prompt(self, row: Conversation, place: str) -> list[int]:
+        """Token ids for a model to answer: the conversation up to the first answer, or how a plain text begins.
+
+        Raises:
+            BadRow: if the template refuses the conversation, or there is no text.
+            ConfigError: if there is no template.
+        """
+        if not row.messages:
+            ids, _ = self._encode(row.prompt or row.completion, False)
+            if not ids:
+                raise DroppedRow("empty", place, "it has no text")
+            bos_id = self.tokenizer.bos_id
+            bos = [] if bos_id is None else [bos_id]
+            return [*bos, *(ids if row.prompt else opening(ids))]
+        roles = [message["role"] for message in row.messages]
+        answers = [i for i in range(row.given, len(roles)) if roles[i] == "assistant"]
+        asked = row.messages[: min(answers, default=len(roles))]
+        template = self._known_template()
+        try:
+            text = template.render(
+                asked, tools=row.tools, add_generation_prompt=True, **row.variables
+            )
+        except TemplateError as error:
+            raise BadRow(
+                "template", place, f"the chat template cannot render it: {error}"
+            ) from error
+        return self._encode(text, True)[0]
+
+    def _known_template(self) -> ChatTemplate:
         if self.template is None:
             raise ConfigError(
                 "the tokenizer has no chat template, and the data has conversations; set tokenizer.chat_template to "
                 "a file with one, or to chatml or llama3 if the vocabulary has those tokens"
             )
+        return self.template
+
+    def _chat(self, row: Conversation, place: str) -> Sample:
+        template = self._known_template()
         try:
-            rendered = self._rendered(row, self.template)
+            rendered = self._rendered(row, template)
         except SpanError as error:
             raise DataError(f"{place}: {error}") from error
         except TemplateError as error:
@@ -100,7 +133,11 @@ class Encoder:
             switch
             if (switch := row.switches[i]) is not None
             else self.learn == "all"
-            or (i >= row.given and (self.learn != "last" or i == turns[-1]))
+            or (
+                i >= row.given
+                and (self.learn != "last" or i == turns[-1])
+                and _says_something(row.messages[i])
+            )
             for i in turns
         ]
 
@@ -108,10 +145,12 @@ class Encoder:
         text = row.prompt + row.completion
         if not text.strip() or not row.completion:
             raise DroppedRow("empty", place, "it has no text, or no completion")
-        ids, places = self._ids(text, [len(row.prompt)], place, template=False)
-        flags = np.full(len(ids), True)
-        if self.learn != "all":
-            flags = places >= len(row.prompt)
+        if row.prompt:
+            ids, places = self._ids(text, [len(row.prompt)], place, template=False)
+            flags = np.full(len(ids), True) if self.learn == "all" else places >= len(row.prompt)
+        else:
+            ids = self.tokenizer.encode(text)  # slice by slice: a text may be a book
+            flags = np.full(len(ids), True)
         bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
         if bos_id is not None:
             ids, flags = [bos_id, *ids], np.concatenate([[False], flags])
@@ -150,3 +189,9 @@ class Encoder:
         for found in (i for i, character in enumerate(text) if character == ESCAPE):
             places[places >= found] += 1
         return ids, places
+
+
+def _says_something(message: Message) -> bool:
+    """Whether there is more in an answer than its end: from empty ones a model would learn to be silent."""
+    texts = [message.get("content"), message.get("reasoning_content")]
+    return bool(message.get("tool_calls")) or any(text and text.strip() for text in texts)

@@ -1,4 +1,4 @@
-"""Which samples share a row: best fit, longest first."""
+"""Which samples share a row: of all of them best fit, longest first; of a few that wait, those that fill it best."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -35,3 +35,26 @@ def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
                 insort(rooms, left)
             open_by_room[left].append(number)
     return sorted(map(sorted, packs))
+
+
+def best_subset(lengths: Sequence[int], space: int) -> list[int]:
+    """Numbers of the samples, rising, that fill ``space`` tokens best when put together.
+
+    Exact: the sums that can be reached are the bits of one integer for each sample that is looked at, so ``n`` samples
+    cost ``n`` shifts of a number of ``space`` bits. Of several best subsets it is the one that takes the earlier samples.
+
+    Args:
+        lengths: tokens of each sample, at least 1.
+        space: tokens that they may have together.
+    """
+    within = (1 << (space + 1)) - 1
+    reached = [1]  # by the samples before each: bit s is set if some of them have s tokens together
+    for length in lengths:
+        reached.append((reached[-1] | reached[-1] << length) & within)
+    rest = reached[-1].bit_length() - 1
+    chosen: list[int] = []
+    for number in reversed(range(len(lengths))):
+        if not reached[number] >> rest & 1:
+            chosen.append(number)
+            rest -= lengths[number]
+    return chosen[::-1]

@@ -1,14 +1,15 @@
 """Sources of conversations: the rows of another source, encoded."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.config.configurable import Problem
-from torchtitan.data.chat.conversation import Format, conversation
+from torchtitan.data.chat.conversation import Conversation, Format, conversation
 from torchtitan.data.chat.encoder import Encoder
 from torchtitan.data.chat.sample import Pack, Sample, pack
-from torchtitan.data.source import MapSource, SequentialSource, Source
+from torchtitan.data.source import BadRow, MapSource, SequentialSource, Source
 from torchtitan.errors import ConfigError
 
 _COLUMNS = (
@@ -84,6 +85,12 @@ class Chat(MapSource):
         """The sample of row ``index``."""
         return self.reader.sample(self.rows.read(index), self.rows.place(index))
 
+    def prompts(self) -> Iterator[list[int]]:
+        """See `Encoder.prompt`, of each sound row in the order of the data."""
+        for index in range(len(self)):
+            with contextlib.suppress(BadRow):
+                yield self.reader.prompt(self.rows.read(index), self.place(index))
+
     def place(self, index: int) -> str:
         """Where row ``index`` is, for messages."""
         return self.rows.place(index)
@@ -109,6 +116,12 @@ class ChatStream(SequentialSource):
     def rows(self, *, start: int, shuffle_seed: int | None) -> Iterator[object]:
         """The rows of one epoch, not yet encoded."""
         return self.source.rows(start=start, shuffle_seed=shuffle_seed)
+
+    def prompts(self) -> Iterator[list[int]]:
+        """See `Encoder.prompt`, of each sound row in the order of the data."""
+        for index, value in enumerate(self.rows(start=0, shuffle_seed=None)):
+            with contextlib.suppress(BadRow):
+                yield self.reader.prompt(value, self.place(index))
 
     def place(self, row: int) -> str:
         """Where the row is, for messages."""
@@ -139,5 +152,11 @@ class Reader:
 
     def sample(self, row: Any, place: str) -> Sample:
         """The sample of a row; raises BadRow, or DroppedRow."""
-        found = conversation(row, place, form=self.form, columns=self.columns)
-        return self.encoder.encode(found, place)
+        return self.encoder.encode(self._conversation(row, place), place)
+
+    def prompt(self, row: Any, place: str) -> list[int]:
+        """What a model is given to answer; raises BadRow."""
+        return self.encoder.prompt(self._conversation(row, place), place)
+
+    def _conversation(self, row: Any, place: str) -> Conversation:
+        return conversation(row, place, form=self.form, columns=self.columns)

@@ -1,5 +1,6 @@
 """What a sink is: somewhere the numbers of a run go."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,21 @@ from torchtitan.metrics.run_info import RunInfo
 
 Row = dict[str, float | int]
 """Metric name -> number. Every row has ``global_step``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """What the model in training goes on with.
+
+    Attributes:
+        prompt: what it was given, special tokens by their names.
+        text: what it wrote.
+        finish_reason: ``stop`` (it ended by itself) or ``length`` (at the limit).
+    """
+
+    prompt: str
+    text: str
+    finish_reason: str
 
 
 class Sink(Configurable):
@@ -36,6 +52,9 @@ class Sink(Configurable):
         one row of its own, with names that start with ``validation_``.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define log()")
+
+    def log_texts(self, step: int, texts: Sequence[GeneratedText]) -> None:
+        """Take texts that the model wrote after ``step``; a sink of numbers alone leaves them."""
 
     def close(self) -> None:
         """Write what is left; called once, also after an exception."""

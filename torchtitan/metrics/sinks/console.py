@@ -1,19 +1,21 @@
 """Progress on the screen: a bar on a terminal, a line for each logged step elsewhere."""
 
 import logging
+import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
 from torchtitan.environment import no_color
 from torchtitan.metrics.run_info import RunInfo
-from torchtitan.metrics.sinks.base import Row, Sink
+from torchtitan.metrics.sinks.base import GeneratedText, Row, Sink
 
 _BAR_CELLS = 20
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -76,6 +78,13 @@ class Console(Sink):
                 self._row = row
                 self._draw()
 
+    def log_texts(self, step: int, texts: Sequence[GeneratedText]) -> None:
+        """Show the texts, each with what it goes on from."""
+        progress = _progress({"global_step": step}, self._run)
+        for number, text in enumerate(texts, start=1):
+            head = f"step {progress} | sample {number} ({text.finish_reason})"
+            self._print(f"{head}\n{_indented(text.prompt, '>')}\n{_indented(text.text, ' ')}")
+
     def close(self) -> None:
         """Leave the bar as the last line and give the terminal back."""
         for guard in self._guards:
@@ -88,9 +97,13 @@ class Console(Sink):
     def _print(self, line: str) -> None:
         with self._lock:
             self._erase()
-            self._stream.write(line + "\n")
+            self._stream.write(self._writable(line) + "\n")
             self._draw()
             self._stream.flush()
+
+    def _writable(self, line: str) -> str:
+        encoding = self._stream.encoding or "utf-8"  # of a terminal that may know few characters
+        return line.encode(encoding, "backslashreplace").decode(encoding)
 
     def _draw(self) -> None:
         if self._bar and self._row is not None:
@@ -168,6 +181,12 @@ def _validation_line(row: Row, run: RunInfo) -> str:
         if name != "global_step"
     ]
     return f"step {_progress(row, run)} | {' | '.join(values)}"
+
+
+def _indented(text: str, mark: str) -> str:
+    """``text`` behind ``mark``, without characters that move a terminal's cursor or change its colours."""
+    lines = _CONTROL.sub("\ufffd", text).expandtabs().split("\n")
+    return "\n".join(f"  {mark} {line}".rstrip() for line in lines)
 
 
 def _short(number: float) -> str:

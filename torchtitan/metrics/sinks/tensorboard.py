@@ -1,14 +1,14 @@
 """TensorBoard event files."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.configurable import Problem
 from torchtitan.metrics.run_info import RunInfo
-from torchtitan.metrics.sinks.base import Row, Sink
+from torchtitan.metrics.sinks.base import GeneratedText, Row, Sink
 from torchtitan.optional import is_installed, require
 
 
@@ -52,6 +52,18 @@ class TensorBoard(Sink):
                     self._writer.add_scalar(name, value, int(row["global_step"]))
         self._writer.flush()
 
+    def log_texts(self, step: int, texts: Sequence[GeneratedText]) -> None:
+        """Add the texts, each number of them as a series."""
+        for number, text in enumerate(texts, start=1):
+            body = f"{_quoted(text.prompt)}\n\n{_quoted(text.text)}\n\n{text.finish_reason}"
+            self._writer.add_text(f"samples/{number}", body, step)
+        self._writer.flush()
+
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+def _quoted(text: str) -> str:
+    """As a block of code in Markdown, which TensorBoard shows letter by letter."""
+    return "\n".join("    " + line for line in text.splitlines())

@@ -1,7 +1,7 @@
 """Weights & Biases, online or offline."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.config.configurable import Problem
 from torchtitan.errors import ConfigError
 from torchtitan.metrics.run_info import RunInfo
-from torchtitan.metrics.sinks.base import Row, Sink
+from torchtitan.metrics.sinks.base import GeneratedText, Row, Sink
 from torchtitan.optional import is_installed, require
 from torchtitan.secrets import masked
 
@@ -83,6 +83,13 @@ class WandB(Sink):
         """Send the rows."""
         for row in rows:
             self._run.log(row)
+
+    def log_texts(self, step: int, texts: Sequence[GeneratedText]) -> None:
+        """Send the texts as a table."""
+        wandb: Any = require("wandb", extra="wandb", purpose="metrics.wandb")
+        rows = [[step, text.prompt, text.text, text.finish_reason] for text in texts]
+        table = wandb.Table(columns=["global_step", "prompt", "text", "finish_reason"], data=rows)
+        self._run.log({"global_step": step, "samples": table})
 
     def close(self) -> None:
         """Finish the W&B run."""

@@ -42,6 +42,10 @@ class InnerAttention(nn.Module):
         """
         del mask, seq_len, device
 
+    def alone(self) -> "InnerAttention":
+        """The backend for rows that are whole on this rank: itself, unless it is one that brings ranks together."""
+        return self
+
 
 class SDPA(InnerAttention, Configurable):
     """Inner attention on ``torch.nn.functional.scaled_dot_product_attention``.

@@ -103,9 +103,16 @@ class Head(nn.Module, Configurable):
             fused=self.fused,
         )
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """``(B, S, D) -> (B, S, V)`` in float32, of the whole vocabulary, without gradients: for generation."""
-        return self(hidden_states, operation=self._logits)
+    def logits(self, hidden_states: Tensor, places: Tensor) -> Tensor:
+        """``(B, S, D), (N,) -> (N, V)`` in float32, of the whole vocabulary, without gradients: for generation and evaluation.
+
+        Args:
+            hidden_states: ``(B, S, D)``; under sequence parallel ``(B, S/tp, D)``.
+            places: which of the B * S tokens the next one is asked for.
+        """
+        return self(
+            hidden_states, operation=lambda states: self._logits(states.flatten(0, 1)[places])
+        )
 
     def log_probs(
         self, hidden_states: Tensor, labels: Tensor, *, temperature: float = 1.0

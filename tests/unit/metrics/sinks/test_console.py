@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.metrics.runs import RUN
-from torchtitan.metrics import Console
+from torchtitan.metrics import Console, GeneratedText
 from torchtitan.metrics.sinks import console as console_module
 
 ROW = {
@@ -187,3 +187,13 @@ def test_default_stream_is_stderr(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "| 12 tok/s | ETA 3s |" in captured.err
+
+
+def test_texts_stand_below_their_prompt_whatever_they_hold():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    sink = Console.Config(style="lines").build(folder=None, run=RUN, stream=stream)
+    sink.log_texts(5, [GeneratedText("who?\nyou", "é\x1b[2J\tx", "length")])
+    sink.close()
+    assert stream.buffer.getvalue().decode("ascii") == (
+        "step 5/25  20% | sample 1 (length)\n  > who?\n  > you\n    \\xe9\\ufffd[2J   x\n"
+    )

@@ -1,6 +1,8 @@
+import json
 import logging
 import math
 
+from torchtitan.metrics.sinks.base import GeneratedText
 from torchtitan.metrics.sinks.jsonl import Jsonl, read_rows
 
 
@@ -55,3 +57,26 @@ def test_null_is_read_as_nan_and_stays_null(tmp_path):
     assert math.isnan(read_rows(path)[0]["loss"])
     Jsonl(path, 1).close()
     assert path.read_text(encoding="utf-8") == '{"global_step": 1, "loss": null}\n'
+
+
+def test_texts_have_a_file_of_their_own_that_goes_on_at_the_resumed_step(tmp_path):
+    def write_texts(start_step, steps):
+        sink = Jsonl(tmp_path / "metrics.jsonl", start_step)
+        for step in steps:
+            sink.log_texts(step, [GeneratedText("wer?", f"nach {step} \u2028é\n", "stop")])
+        sink.close()
+
+    write(tmp_path / "metrics.jsonl", [1])
+    assert not (tmp_path / "samples.jsonl").exists()
+    write_texts(0, [2, 4, 6])
+    write_texts(4, [6, 8])
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert [json.loads(line) for line in lines] == [
+        {
+            "global_step": step,
+            "prompt": "wer?",
+            "text": f"nach {step} \u2028é\n",
+            "finish_reason": "stop",
+        }
+        for step in (2, 4, 6, 8)
+    ]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.metrics.runs import RUN
 from torchtitan.errors import ConfigError
-from torchtitan.metrics import TensorBoard
+from torchtitan.metrics import GeneratedText, TensorBoard
 
 # the package tensorboard warns about its own use of older APIs
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -45,3 +45,16 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch):
     assert not list(TensorBoard.Config().check())
     with pytest.raises(ConfigError, match=r"metrics.tensorboard needs .*torchtitan\[tensorboard\]"):
         config.build(folder=tmp_path, run=RUN)
+
+
+def test_texts_are_text(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoard.Config(enabled=True).build(folder=tmp_path, run=RUN)
+    sink.log_texts(3, [GeneratedText("a\nb", "c *d*", "stop"), GeneratedText("e", "f", "length")])
+    sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples/1/text_summary")
+    assert event.step == 3
+    assert event.tensor_proto.string_val == [b"    a\n    b\n\n    c *d*\n\nstop"]
+    assert events.Tensors("samples/2/text_summary")

@@ -14,7 +14,7 @@ from torchtitan.metrics import WandB
 OFFLINE = """
 import sys
 from pathlib import Path
-from torchtitan.metrics import Metrics, RunInfo, WandB
+from torchtitan.metrics import GeneratedText, Metrics, RunInfo, WandB
 
 folder, start = Path(sys.argv[1]), int(sys.argv[2])
 run = RunInfo(recipe="debug", config={"training": {"seq_len": 8}, "hf_token": "hf_s3cret"}, total_steps=4,
@@ -25,6 +25,7 @@ config.plots.enabled = False
 metrics = config.build(folder=folder, run=run)
 for step in (start + 1, start + 2):
     metrics.record(step, {"loss": 1.0 / step})
+metrics.log_texts(step, [GeneratedText("who?", "me", "stop")])
 metrics.close()
 """
 
@@ -47,10 +48,13 @@ def test_offline_run_and_its_resume(tmp_path):
     done = offline(tmp_path, 0)
     assert done.returncode == 0, done.stderr
     assert "could not start" not in done.stderr
+    assert "gets no more metrics" not in done.stderr
     run_id = (tmp_path / "wandb_run_id.txt").read_text()
     (first,) = (tmp_path / "wandb").glob("offline-run-*")
     config = json.loads((first / "files" / "resolved_config.json").read_text())
     assert config == {"training": {"seq_len": 8}, "hf_token": "***"}
+    (table,) = (first / "files" / "media" / "table").glob("samples_*.table.json")
+    assert json.loads(table.read_text())["data"] == [[2, "who?", "me", "stop"]]
     assert (first / f"run-{run_id.strip()}.wandb").stat().st_size > 0
     done = offline(tmp_path, 2)
     assert done.returncode == 0, done.stderr
