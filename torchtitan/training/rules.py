@@ -33,9 +33,7 @@ def check_compiled(
         )
 
 
-def check_budget(
-    mesh: Mesh.Config, recompute: ActivationCheckpointing.Config
-) -> Iterator[Problem]:
+def check_budget(mesh: Mesh.Config, recompute: ActivationCheckpointing.Config) -> Iterator[Problem]:
     """Yield a problem if the compiler cannot weigh what a block keeps."""
     if recompute.mode == "budget" and mesh.tp > 1:
         yield Problem(

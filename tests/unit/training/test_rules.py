@@ -30,4 +30,7 @@ def test_the_compiler_cannot_weigh_what_tensor_parallel_keeps(tmp_path):
     assert problems(config) == []
     config.parallelism.tp = 2
     (text,) = problems(config, 2)
-    assert "activation_checkpointing.mode=budget: cannot weigh the DTensors of parallelism.tp=2" in text
+    assert (
+        "activation_checkpointing.mode=budget: cannot weigh the DTensors of parallelism.tp=2"
+        in text
+    )
