@@ -42,7 +42,13 @@ from torchtitan.training.guard import Guard
 from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
-from torchtitan.training.rules import check_budget, check_compiled, check_offload, check_updates
+from torchtitan.training.rules import (
+    check_budget,
+    check_compiled,
+    check_gpu,
+    check_offload,
+    check_updates,
+)
 from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.signals import StopRequest
@@ -161,6 +167,10 @@ class Trainer(Configurable):
                 if self.samples:
                     found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
+
+        def check_machine(self) -> Iterator[Problem]:
+            """See `NeedsMachine`."""
+            return check_gpu(self.optimizer, self.training)
 
         def resolved(self, steps: int | None = None) -> "Trainer.Config":
             """A copy in which what was left to be derived is filled in: the tree that is saved with the run.
