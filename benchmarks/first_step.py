@@ -3,7 +3,7 @@
 Each is a process of its own, started in turn with the others, round by round. Help and imports are whole processes. The first step
 is that of `step_speed`: from the start of Python to the end of the step, with imports, reading the model's folder, data and optimizer.
 
-    python benchmarks/first_step.py [--rounds 5] [--json FILE]
+    python -m benchmarks.first_step [--rounds 5] [--json FILE]
 
 At the first use the peers are installed, each into an environment of its own.
 """
@@ -20,8 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import ROOT, Spread, Worker, environment, in_turn, machine, spread, table, write_json
-from step_speed import BARE, HF, OURS, PEERS, TORCHTUNE, Environment, make_contest
+from benchmarks.peers import (
+    ROOT,
+    Spread,
+    Worker,
+    environment,
+    in_turn,
+    machine,
+    spread,
+    table,
+    write_json,
+)
+from benchmarks.step_speed import BARE, HF, OURS, PEERS, TORCHTUNE, Environment, make_contest
 
 HERE: Environment | None = None  # the one that runs this
 PUBLIC: Environment = "torchtitan_public", ["torchtitan==0.3.0", "triton==3.7.1"]

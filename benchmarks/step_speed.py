@@ -4,7 +4,7 @@ All train the same Llama from the same Hugging Face folder on the same token ids
 step in turn. The losses of the first steps must be equal before anything is timed. Our Trainer gets text, which it tokenizes while
 it trains; the others get token ids. A time is that of the whole body of a contestant's loop, data and logging included.
 
-    python benchmarks/step_speed.py [--rounds 40] [--without torchtune] [--compile] [--json FILE]
+    python -m benchmarks.step_speed [--rounds 40] [--without torchtune] [--compile] [--json FILE]
 
 At the first use the peers are installed, each into an environment of its own.
 """
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import (
+from safetensors.torch import save_file
+
+from benchmarks.peers import (
     Worker,
     assert_equal,
     environment,
@@ -30,8 +32,6 @@ from peers import (
     table,
     write_json,
 )
-from safetensors.torch import save_file
-
 from torchtitan.checkpoint.agreement import Agreement
 from torchtitan.checkpoint.hugging_face.export import Target, export
 from torchtitan.checkpoint.hugging_face.weights import LiveWeights
