@@ -20,7 +20,7 @@ import numpy as np
 
 from torchtitan.data.bad_rows import DOCUMENTS, BadRowPolicy, bad_kinds
 from torchtitan.data.cache import DEFAULT_FOLDER
-from torchtitan.data.chat.packing import best_fit
+from torchtitan.data.chat.packing import pack_all
 from torchtitan.data.chat.sample import Pack, Sample, pack
 from torchtitan.data.chat.source import Chat
 from torchtitan.data.source import BadRow, MapSource
@@ -144,7 +144,7 @@ def _write(source: Chat, seq_len: int, shared: bool, policy: BadRowPolicy, folde
             f"{bad_kinds(counts)}; set a longer training.seq_len, another `format` or `columns`, or mend the data"
         )
     lengths = np.diff(np.array(starts))
-    packs = best_fit(lengths.tolist(), seq_len) if shared else [[i] for i in range(len(lengths))]
+    packs = pack_all(lengths.tolist(), seq_len) if shared else [[i] for i in range(len(lengths))]
     folder.mkdir()
     np.save(folder / "tokens.npy", np.array(tokens, dtype=np.int32))
     np.save(folder / "learned.npy", np.frombuffer(learned, dtype=np.bool_))
