@@ -11,7 +11,10 @@ import sys
 
 BUDGET_S = 0.5
 CLI = "import sys; from torchtitan.cli.main import main; sys.exit(main(sys.argv[1:]))"
-DRY_RUN = ("train", "--dry-run")  # also builds the model on the meta device and counts its traffic: no budget
+DRY_RUN = (
+    "train",
+    "--dry-run",
+)  # also builds the model on the meta device and counts its traffic: no budget
 COMMANDS = {  # arguments: whether it imports torch
     ("--help",): False,
     ("recipes", "list"): False,

@@ -37,12 +37,18 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.traffic import Step
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
-from torchtitan.training.feed import Feed
+from torchtitan.training.feed import Fed, Feed
 from torchtitan.training.guard import Guard
 from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
-from torchtitan.training.rules import check_compiled, check_offload, check_updates
+from torchtitan.training.rules import (
+    check_budget,
+    check_compiled,
+    check_gpu,
+    check_offload,
+    check_updates,
+)
 from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.signals import StopRequest
@@ -125,10 +131,16 @@ class Trainer(Configurable):
         def check(self) -> Iterator[Problem]:
             """Rules that span the parts; see `Configurable.Config.check`."""
             yield from check_compiled(self.parallelism, self.activation_checkpointing, self.compile)
+            if self.compile.enabled and self.compile.fullgraph:
+                yield from (problem.within("model") for problem in self.model.check_one_graph())
+            yield from check_budget(self.parallelism, self.activation_checkpointing)
             yield from check_offload(self.optimizer, self.training)
+            if self.training.epochs is not None:
+                yield from self.data.check_epochs(self.training.epochs)
             parts = {
                 "schedule": self.schedule.check_lengths(self.training.steps),
-                "checkpoint": self.checkpoint.check_model(self.model),
+                "training": self.model.check_seq_len(self.training.seq_len),
+                "checkpoint": self.checkpoint.check_model(self.model, self.training.seq_len),
             }
             if self.samples:
                 held_out = self.validation is not None
@@ -156,9 +168,19 @@ class Trainer(Configurable):
                     found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
 
-        def resolved(self) -> "Trainer.Config":
-            """A copy in which what was left to be derived is filled in: the tree that is saved with the run."""
+        def check_machine(self) -> Iterator[Problem]:
+            """See `NeedsMachine`."""
+            return check_gpu(self.optimizer, self.training)
+
+        def resolved(self, steps: int | None = None) -> "Trainer.Config":
+            """A copy in which what was left to be derived is filled in: the tree that is saved with the run.
+
+            Args:
+                steps: of the run, where epochs say it; None takes training.steps.
+            """
             tree = copy.deepcopy(self)
+            if steps is not None:
+                tree.training.steps, tree.training.epochs = steps, None
             if tree.schedule.steps is None:
                 tree.schedule.steps = tree.training.steps
             return tree
@@ -193,6 +215,7 @@ class Trainer(Configurable):
                     compute_itemsize=dtype.itemsize,
                 ),
                 compute=f"{dtype} (training.compute_dtype={training.compute_dtype} on {device.type})",
+                in_backward=self.optimizer.in_backward,
             )
             return str(plan_of_rank)
 
@@ -202,21 +225,27 @@ class Trainer(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config = config.resolved()
-        self.saved_config = masked(to_dict(config))
-        """The config as it is written to files: without secrets."""
         training = config.training
         self.folder = Path(config.folder)
         self.step = 0
         """Optimizer steps done."""
+        self._saved_step = 0
+        """What a checkpoint holds of them; nothing of a run without a step needs one."""
         self.device = pick_device(training.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.mesh = config.parallelism.build(self.device)
-        torch.use_deterministic_algorithms(training.deterministic)
+        if training.deterministic or torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(training.deterministic)  # imports the compiler: 1 s
         seed_everything(training.seed, self.mesh.rank)
         self.tokenizer = self._build_tokenizer()
-        self.models = {"policy": self._build_policy()}
         self.loader = self._open_loader(config.data)
+        self.n_steps = self._count_steps()
+        """Optimizer steps in all."""
+        self.config = config = config.resolved(self.n_steps)
+        self.saved_config = masked(to_dict(config))
+        """The config as it is written to files: without secrets."""
+        self.models = {"policy": self._build_policy()}
         self.loader_state: dict[str, Any] | None = None
         rows = training.global_batch_rows // self.mesh.dp_world_size
         pipeline = config.parallelism.pipeline
@@ -250,7 +279,7 @@ class Trainer(Configurable):
         """Whether all ranks are at the same place; not so after an error of one of them."""
 
     def train(self) -> None:
-        """Train to ``training.steps``.
+        """Train to the last step.
 
         Raises:
             Preempted: after SIGTERM or Ctrl-C on any rank; a checkpoint was saved.
@@ -259,8 +288,10 @@ class Trainer(Configurable):
         """
         feed = Feed(self.loader, self.mesh, self.micro_batch_rows, self.stop)
         with self.stop, _controlled_gc(), self._explaining_errors():
+            if self.validation and self.validation.config.at_start and self.step == 0:
+                self.metrics.log_validation(0, self.validation.run())
             ends_early = self.validation is not None and self.validation.exhausted
-            for fed in feed.steps(0 if ends_early else self.config.training.steps - self.step):
+            for fed in feed.steps(0 if ends_early else self.n_steps - self.step):
                 step = self.train_step(fed.microbatches)
                 self.loader_state = fed.loader_state
                 self.metrics.record(
@@ -270,7 +301,7 @@ class Trainer(Configurable):
                         "grad_norm": step.grad_norm,
                         "lr": step.lr,
                         "data_wait_s": fed.wait_s,
-                        **({} if fed.utilisation is None else {"packing": fed.utilisation}),
+                        **self._progress(fed),
                         **step.metrics,
                     },
                 )
@@ -285,11 +316,13 @@ class Trainer(Configurable):
                     break
             self.guard.check_now()
             if feed.stopped:
-                self.save()
+                if self.step != self._saved_step:
+                    self.save()
                 self.checkpointer.wait()
+                newest = self.checkpointer.latest()
                 raise Preempted(
-                    f"stopped after step {self.step} of {self.config.training.steps} and saved "
-                    f"{self.checkpointer.latest()}; run the same command again to go on"
+                    f"stopped after step {self.step} of {self.n_steps}, "
+                    f"{f'saved as {newest}' if newest else 'with nothing to save'}; run the same command again to go on"
                 )
             self.checkpointer.wait()
         self.checkpointer.export(
@@ -301,9 +334,18 @@ class Trainer(Configurable):
         log.info(
             "done: %d of %d steps; the run is in %s",
             self.step,
-            self.config.training.steps,
+            self.n_steps,
             self.folder,
         )
+
+    def _progress(self, fed: Fed) -> dict[str, float]:
+        """How often the data was read, and how full its rows are, where that is known."""
+        rows, progress = self.loader.packed_rows, dict[str, float]()
+        if rows is not None:
+            progress["epoch"] = self.step * self.config.training.global_batch_rows / rows
+        if fed.utilisation is not None:
+            progress["packing"] = fed.utilisation
+        return progress
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
@@ -343,6 +385,7 @@ class Trainer(Configurable):
                 "validation": self.validation and self.validation.state(),
             },
         )
+        self._saved_step = self.step
 
     def close(self) -> None:
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
@@ -355,7 +398,7 @@ class Trainer(Configurable):
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
-        last = self.step == self.config.training.steps
+        last = self.step == self.n_steps
         best = False
         if self.validation and self.validation.due(self.step, last):
             metrics = self.validation.run()
@@ -420,7 +463,7 @@ class Trainer(Configurable):
                 in_backward=in_backward,
                 stages=self.mesh.pp,
             ),
-            schedule=config.schedule.build(config.training.steps),
+            schedule=config.schedule.build(self.n_steps),
             engine=make_engine(model, objective, self.mesh, refuse_bad_loss=in_backward),
         )
 
@@ -433,6 +476,25 @@ class Trainer(Configurable):
             dp_world_size=self.mesh.dp_world_size,
             seed=self.config.training.seed,
         )
+
+    def _count_steps(self) -> int:
+        """Optimizer steps in all, the same on every rank.
+
+        Raises:
+            ConfigError: if there are epochs of unknown length, or the schedule's phases do not fit into their steps.
+        """
+        training = self.config.training
+        steps = training.n_steps(self.loader.packed_rows)
+        if training.epochs is not None:
+            log.info(
+                "training.epochs=%s of %d rows: %d steps of %d rows",
+                training.epochs, self.loader.packed_rows, steps, training.global_batch_rows,
+            )  # fmt: skip
+            for problem in self.config.schedule.check_lengths(steps):
+                raise ConfigError(
+                    f"{problem.within('schedule')} (training.epochs={training.epochs})"
+                )
+        return steps
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -452,7 +514,7 @@ class Trainer(Configurable):
             generators = rng_state(self.device)
             self.checkpointer.load(path, self._tensors(), generators)
             self.loader.load_state(state["loader"])
-            self.step = state["step"]
+            self.step = self._saved_step = state["step"]
             if self.validation and state.get("validation"):
                 self.validation.load_state(state["validation"])
                 best = self.validation.best
@@ -476,7 +538,7 @@ class Trainer(Configurable):
             "%s; %d parameters; %d steps of %d tokens (%d rows of %d, micro-batches of %d)",
             self.mesh.describe(),
             counts.total,
-            training.steps,
+            self.n_steps,
             tokens_per_step,
             training.global_batch_rows,
             training.seq_len,
@@ -485,7 +547,7 @@ class Trainer(Configurable):
         return RunInfo(
             recipe=self.folder.name,
             config=self.saved_config,
-            total_steps=training.steps,
+            total_steps=self.n_steps,
             tokens_per_step_global=tokens_per_step,
             flops_per_token=model.flops_per_token(training.seq_len),
             world_size=self.mesh.world_size,

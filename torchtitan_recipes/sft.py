@@ -78,8 +78,10 @@ def llama3_debugmodel_sft() -> Trainer.Config:
 
 
 def qwen3_debugmodel_sft() -> Trainer.Config:
-    """A 4M-parameter Qwen3 on questions about the running Python."""
-    return _debug(qwen3("debug"))
+    """A 4M-parameter Qwen3 on questions about the running Python, one epoch."""
+    config = _debug(qwen3("debug"))
+    config.training.steps, config.training.epochs = None, 1
+    return config
 
 
 def smollm2_debugmodel_sft() -> Trainer.Config:
@@ -93,78 +95,102 @@ def smollm2_135m_sft() -> Trainer.Config:
         smollm2("135m"),
         hub_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         data="docstrings",
-        lr=1e-4,
-        steps=100,
-        seq_len=512,
-        global_batch_rows=4,
+        lr=3e-4,
+        steps=40,
+        every_n_steps=20,
+        seq_len=256,
+        global_batch_rows=8,
     )
-    config.validation = _validation("docstrings", every_n_steps=50, steps=4)
-    config.samples = Samples.Config(every_n_steps=50)
+    config.training.micro_batch_rows = 4
+    config.metrics.every_n_steps = 5
     return config
 
 
 def llama3_1b_sft() -> Trainer.Config:
-    """Llama 3.2 1B on Alpaca, about three epochs."""
+    """Llama 3.2 1B on Alpaca, three epochs."""
     name = "meta-llama/Llama-3.2-1B"
     template = "llama3"
     return _sft(
-        llama3("1b"), hub_name=name, data="alpaca", lr=2e-5, steps=300, chat_template=template
+        llama3("1b"), hub_name=name, data="alpaca", lr=2e-5, epochs=3, chat_template=template
     )
 
 
 def llama3_3b_sft() -> Trainer.Config:
-    """Llama 3.2 3B on Alpaca, about three epochs."""
+    """Llama 3.2 3B on Alpaca, three epochs."""
     name = "meta-llama/Llama-3.2-3B"
     template = "llama3"
     return _sft(
-        llama3("3b"), hub_name=name, data="alpaca", lr=2e-5, steps=300, chat_template=template
+        llama3("3b"), hub_name=name, data="alpaca", lr=2e-5, epochs=3, chat_template=template
     )
 
 
 def llama3_8b_sft() -> Trainer.Config:
-    """Llama 3.1 8B on SlimOrca, about one epoch."""
+    """Llama 3.1 8B on SlimOrca, one epoch."""
     return _sft(
         llama3("8b"),
         hub_name="meta-llama/Llama-3.1-8B",
         data="slim_orca",
         lr=1e-5,
-        steps=2000,
+        epochs=1,
+        every_n_steps=200,
         chat_template="llama3",
         seq_len=4096,
     )
 
 
 def qwen3_0_6b_sft() -> Trainer.Config:
-    """Qwen3-0.6B on GSM8K, about three epochs."""
-    return _sft(qwen3("0.6b"), hub_name="Qwen/Qwen3-0.6B", data="gsm8k", lr=2e-5, steps=60)
+    """Qwen3-0.6B on GSM8K, three epochs."""
+    return _sft(
+        qwen3("0.6b"),
+        hub_name="Qwen/Qwen3-0.6B",
+        data="gsm8k",
+        lr=2e-5,
+        epochs=3,
+        every_n_steps=10,
+    )
 
 
 def qwen3_1_7b_sft() -> Trainer.Config:
-    """Qwen3-1.7B on GSM8K, about three epochs."""
-    return _sft(qwen3("1.7b"), hub_name="Qwen/Qwen3-1.7B", data="gsm8k", lr=1e-5, steps=60)
+    """Qwen3-1.7B on GSM8K, three epochs."""
+    return _sft(
+        qwen3("1.7b"),
+        hub_name="Qwen/Qwen3-1.7B",
+        data="gsm8k",
+        lr=1e-5,
+        epochs=3,
+        every_n_steps=10,
+    )
 
 
 def qwen3_8b_sft() -> Trainer.Config:
-    """Qwen3-8B on SlimOrca, about one epoch."""
-    name = "Qwen/Qwen3-8B"
-    return _sft(qwen3("8b"), hub_name=name, data="slim_orca", lr=1e-5, steps=2000, seq_len=4096)
+    """Qwen3-8B on SlimOrca, one epoch."""
+    return _sft(
+        qwen3("8b"),
+        hub_name="Qwen/Qwen3-8B",
+        data="slim_orca",
+        lr=1e-5,
+        epochs=1,
+        every_n_steps=200,
+        seq_len=4096,
+    )
 
 
 def mistral_7b_sft() -> Trainer.Config:
-    """Mistral 7B Instruct v0.3 on Alpaca, about three epochs."""
+    """Mistral 7B Instruct v0.3 on Alpaca, three epochs."""
     name = "mistralai/Mistral-7B-Instruct-v0.3"
-    return _sft(mistral("7b"), hub_name=name, data="alpaca", lr=5e-6, steps=300)
+    return _sft(mistral("7b"), hub_name=name, data="alpaca", lr=5e-6, epochs=3)
 
 
 def llama3_3_70b_full_h100x8() -> Trainer.Config:
-    """Llama 3.3 70B Instruct on SlimOrca, all weights, on 8 H100 with 80 GB."""
+    """Llama 3.3 70B Instruct on SlimOrca, one epoch, all weights, on 8 H100 with 80 GB."""
     name = "meta-llama/Llama-3.3-70B-Instruct"
     config = _sft(
         llama3("70b"),
         hub_name=name,
         data="slim_orca",
         lr=1e-5,
-        steps=2000,
+        epochs=1,
+        every_n_steps=500,
         seq_len=8192,
         global_batch_rows=8,
     )
@@ -172,22 +198,22 @@ def llama3_3_70b_full_h100x8() -> Trainer.Config:
 
 
 def llama3_1_8b_full_x1() -> Trainer.Config:
-    """Llama 3.1 8B Instruct on Alpaca, all weights, on one GPU with 48 GB or more."""
+    """Llama 3.1 8B Instruct on Alpaca, three epochs, all weights, on one GPU with 48 GB or more."""
     return _one_gpu(llama3("8b"), "meta-llama/Llama-3.1-8B-Instruct", rows=1)
 
 
 def qwen3_8b_full_x1() -> Trainer.Config:
-    """Qwen3-8B on Alpaca, all weights, on one GPU with 48 GB or more."""
+    """Qwen3-8B on Alpaca, three epochs, all weights, on one GPU with 48 GB or more."""
     return _one_gpu(qwen3("8b"), "Qwen/Qwen3-8B", rows=1)
 
 
 def qwen3_1_7b_full_x1() -> Trainer.Config:
-    """Qwen3-1.7B on Alpaca, all weights, on one GPU with 24 GB or more."""
+    """Qwen3-1.7B on Alpaca, three epochs, all weights, on one GPU with 24 GB or more."""
     return _one_gpu(qwen3("1.7b"), "Qwen/Qwen3-1.7B", rows=2)
 
 
 def qwen3_0_6b_full_x1() -> Trainer.Config:
-    """Qwen3-0.6B on Alpaca, all weights, on one GPU with 12 GB or more."""
+    """Qwen3-0.6B on Alpaca, three epochs, all weights, on one GPU with 12 GB or more."""
     return _one_gpu(qwen3("0.6b"), "Qwen/Qwen3-0.6B", rows=2)
 
 
@@ -197,7 +223,8 @@ def _one_gpu(model: Model.Config, hub_name: str, *, rows: int) -> Trainer.Config
         hub_name=hub_name,
         data="alpaca",
         lr=1e-5,
-        steps=1000,
+        epochs=3,
+        every_n_steps=200,
         seq_len=4096,
         global_batch_rows=rows,
     )
@@ -240,7 +267,9 @@ def _sft(
     hub_name: str,
     data: str,
     lr: float,
-    steps: int,
+    epochs: float | None = None,
+    steps: int | None = None,
+    every_n_steps: int = 25,
     chat_template: str | None = None,
     seq_len: int = 2048,
     global_batch_rows: int = 32,
@@ -252,7 +281,9 @@ def _sft(
         hub_name: where its weights and tokenizer are.
         data: name in `_SETS`.
         lr: highest learning rate.
-        steps: optimizer steps; the log tells how many rows an epoch has.
+        epochs: how often the data is read.
+        steps: optimizer steps, instead of epochs.
+        every_n_steps: optimizer steps between evaluations, samples and checkpoints.
         chat_template: for a base model, which has none.
         seq_len: tokens of a row.
         global_batch_rows: rows of a step.
@@ -263,14 +294,18 @@ def _sft(
         tokenizer=Tokenizer.Config(path=hub_name, chat_template=chat_template),
         data=ChatLoader.Config(sources=[train]),
         optimizer=AdamW.Config(lr=lr, weight_decay=0.0),
-        schedule=Schedule.Config(warmup_steps=max(1, steps * 3 // 100), decay="cosine"),
+        schedule=Schedule.Config(warmup_fraction=0.03, decay="cosine", min_factor=0.1),
         training=Training.Config(
-            steps=steps, seq_len=seq_len, global_batch_rows=global_batch_rows, micro_batch_rows=1
+            steps=steps,
+            epochs=epochs,
+            seq_len=seq_len,
+            global_batch_rows=global_batch_rows,
+            micro_batch_rows=1,
         ),
-        validation=_validation(data, every_n_steps=max(1, steps // 10), steps=4),
-        samples=Samples.Config(every_n_steps=max(1, steps // 10)),
+        validation=_validation(data, every_n_steps=every_n_steps, steps=4),
+        samples=Samples.Config(every_n_steps=every_n_steps),
         checkpoint=Checkpointer.Config(
-            every_n_steps=max(1, steps // 4),
+            every_n_steps=every_n_steps,
             initial_load=hub_name,
             export=HuggingFaceExport.Config(),
         ),
@@ -282,6 +317,7 @@ def _validation(data: str, *, every_n_steps: int, steps: int) -> Validation.Conf
     _, held_out = _SETS[data]()
     return Validation.Config(
         every_n_steps=every_n_steps,
+        at_start=True,
         steps=steps,
         data=ChatLoader.Config(sources=[held_out], shuffle=False, n_workers=0),
         keep_best=True,

@@ -92,3 +92,9 @@ def test_a_recipe_does_not_load_what_it_may_not_need():
 
 def test_config_and_cli_do_not_load_torch():
     assert "torch" not in loaded_by("import torchtitan.config, torchtitan.cli.main")
+
+
+def test_a_run_does_not_load_the_compiler_that_it_does_not_use(tmp_path):
+    loaded = loaded_by(f"from tests.tiny import tiny; tiny({str(tmp_path)!r}).build().close()")
+    assert "tokenizers" in loaded
+    assert loaded & {"torch._dynamo", "torch._inductor", "matplotlib", "datasets"} == set()

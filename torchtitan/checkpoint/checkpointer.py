@@ -110,10 +110,15 @@ class Checkpointer(Configurable):
                     "set latest, never, or the path of a step-... folder",
                 )
 
-        def check_model(self, model: Model.Config) -> Iterator[Problem]:
-            """Yield what keeps ``model`` from starting with the weights that are named, or from being exported."""
+        def check_model(self, model: Model.Config, seq_len: int) -> Iterator[Problem]:
+            """Yield what keeps ``model`` from starting with the weights that are named, or from being exported.
+
+            Args:
+                model: that is trained.
+                seq_len: tokens of its rows.
+            """
             if self.initial_load:
-                for problem in check_initial(self.initial_load, model):
+                for problem in check_initial(self.initial_load, model, seq_len):
                     yield problem.within("initial_load")
             if self.export:
                 for problem in self.export.check_model(model):

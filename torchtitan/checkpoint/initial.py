@@ -13,6 +13,7 @@ from torchtitan.checkpoint.hugging_face.folder import (
     find_folder,
     is_hub_name,
     model_differences,
+    read_model,
 )
 from torchtitan.checkpoint.hugging_face.loading import load_weights, local_tensors
 from torchtitan.checkpoint.hugging_face.weight_files import WeightFiles
@@ -36,12 +37,13 @@ def checkpoint_in(path: Path) -> Path | None:
     return CheckpointFolder(path / "checkpoints").latest()
 
 
-def check_initial(source: str, config: Model.Config) -> Iterator[Problem]:
+def check_initial(source: str, config: Model.Config, seq_len: int) -> Iterator[Problem]:
     """Yield what keeps a model of ``config`` from starting with the weights in ``source``; a hub is not asked.
 
     Args:
         source: as in `Checkpointer.Config`.
         config: of the model.
+        seq_len: tokens of a row; a model that does not say how long its texts may be takes it from the folder.
     """
     path = Path(source).expanduser()
     if checkpoint_in(path) is not None:
@@ -62,11 +64,15 @@ def check_initial(source: str, config: Model.Config) -> Iterator[Problem]:
         found = model_differences(config, path) if path.is_dir() else []
         if path.is_dir():
             check_weights_present(path)
+        unknown = path.is_dir() and not found and getattr(config, "context_length", None) is None
+        too_long = list(read_model(path)[1].check_seq_len(seq_len)) if unknown else []
     except (CheckpointError, ConfigError) as error:
         yield Problem("", source, "cannot be loaded", str(error))
         return
     if found:
         yield Problem("", source, "is another model", "; ".join(found))
+    for problem in too_long:
+        yield Problem("", source, "is for shorter rows", str(problem.within("training")))
 
 
 def load_initial(source: str, config: Model.Config, model: Model, ranks: Agreement) -> None:

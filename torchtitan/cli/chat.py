@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     start: list[Message] = []
     if arguments.system:
         start = [{"role": "system", "content": arguments.system}]
+    source.encode_chat([*start, {"role": "user", "content": "?"}])  # what cannot be is said now
     messages = list(start)
     while (text := _ask()) is not None:
         if text == _FORGET:

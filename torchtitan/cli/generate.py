@@ -4,8 +4,9 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan.cli.arguments import Arguments
-from torchtitan.cli.output import say, trickle
+from torchtitan.cli.output import complain, say, trickle
 from torchtitan.cli.sampling_arguments import add_arguments, open_generator, sampling_of
+from torchtitan.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,13 +23,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     generator, source = open_generator(arguments)
     sampling = sampling_of(arguments, source)
-    texts = arguments.prompt or [sys.stdin.read()]
+    texts = arguments.prompt or [_read()]
     prompts = [
         source.encode_chat([{"role": "user", "content": text}])
         if arguments.chat
         else source.encode(text)
         for text in texts
     ]
+    if [] in prompts:
+        where = f"--prompt number {prompts.index([]) + 1}" if arguments.prompt else "what came on stdin"  # fmt: skip
+        raise ConfigError(f"{where} is empty, and the tokenizer puts no token before text; write some text")  # fmt: skip
     pieces = generator.stream(
         prompts,
         sampling,
@@ -47,3 +51,10 @@ def main(argv: Sequence[str]) -> int:
     for number, text in enumerate(whole, start=1):
         say(f"[{number}] {text}")
     return 0
+
+
+def _read() -> str:
+    """The prompt on stdin."""
+    if sys.stdin.isatty():
+        complain("Write the prompt, then press Ctrl-D.")
+    return sys.stdin.read()

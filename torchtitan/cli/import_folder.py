@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torchtitan.checkpoint.hugging_face.weights import PREFIX
 from torchtitan.cli.arguments import Arguments
 from torchtitan.cli.output import say
 from torchtitan.config.serialize import to_dict
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import CheckpointError
+from torchtitan.models.model import Model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse(argv)
     if arguments is None:
         return 0
+    if arguments.to.exists() and (not arguments.to.is_dir() or any(arguments.to.iterdir())):
+        raise CheckpointError(f"{arguments.to} exists and is not empty; name another folder, or remove it")  # fmt: skip
     folder = find_folder(arguments.source)
     family, config = read_model(folder)
     with torch.device("meta"):
@@ -48,10 +54,18 @@ def main(argv: Sequence[str]) -> int:
         return tensor
 
     checkpointer = Checkpointer.Config().build(folder=arguments.to)
-    tokenizer = {"path": str(folder.resolve())}
-    state = {"step": 0, "config": {"model": to_dict(config), "tokenizer": tokenizer}}
-    checkpointer.save(0, tensors, {}, state, read=read)
+    checkpointer.save(0, tensors, {}, {"step": 0, "config": _origin(config, folder)}, read=read)
     path = checkpointer.latest()
     checkpointer.close()
     say(f"imported {len(tensors)} tensors of {folder} into {path}")
     return 0
+
+
+def _origin(model: Model.Config, folder: Path) -> dict[str, Any]:
+    """What other commands ask a checkpoint's config for: its model, tokenizer, and where settings of generation are."""
+    place = str(folder.resolve())
+    return {
+        "model": to_dict(model),
+        "tokenizer": to_dict(Tokenizer.Config(path=place)),
+        "checkpoint": {"initial_load": place},
+    }

@@ -6,6 +6,7 @@ import torch
 
 from torchtitan.cli.arguments import Arguments
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.errors import ConfigError
 from torchtitan.generation.source import Source, open_source
 
 
@@ -19,8 +20,12 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def open_model(arguments: argparse.Namespace) -> Source:
-    """The model that was asked for."""
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The model that was asked for.
+
+    Raises:
+        ConfigError: if an argument cannot be.
+    """
+    device = _device(arguments.device)
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     tokenizer = None
     if arguments.tokenizer or arguments.chat_template:
@@ -29,3 +34,14 @@ def open_model(arguments: argparse.Namespace) -> Source:
     return open_source(
         arguments.source, device=device, dtype=getattr(torch, dtype), tokenizer=tokenizer
     )
+
+
+def _device(name: str | None) -> torch.device:
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if n_gpus else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"--device={name}: is no device; set cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= n_gpus:
+        raise ConfigError(f"--device={name}: this machine has {n_gpus} usable GPUs; set cpu, or one of them")  # fmt: skip
+    return device

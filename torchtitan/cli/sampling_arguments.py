@@ -6,6 +6,7 @@ from torchtitan.cli.arguments import Arguments
 from torchtitan.cli.model_arguments import add_arguments as add_model_arguments
 from torchtitan.cli.model_arguments import open_model
 from torchtitan.cli.options import refuse
+from torchtitan.errors import ConfigError
 from torchtitan.generation.generator import Generator
 from torchtitan.generation.sampling import Sampling
 from torchtitan.generation.source import Source
@@ -27,7 +28,13 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def open_generator(arguments: argparse.Namespace) -> tuple[Generator, Source]:
-    """The generator of the model that was asked for."""
+    """The generator of the model that was asked for.
+
+    Raises:
+        ConfigError: if an argument cannot be.
+    """
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens={arguments.max_new_tokens}: is not positive; set 1 or more")  # fmt: skip
     source = open_model(arguments)
     return Generator(source.model, source.tokenizer), source
 

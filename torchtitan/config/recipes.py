@@ -193,6 +193,16 @@ def _refuse_parameters(recipe: Recipe, required: list[str]) -> None:
 
 
 def _unknown(module: str, name: str, recipes: dict[str, str]) -> ConfigError:
+    if elsewhere := _modules_with(name, module.partition(".")[0]):
+        return ConfigError(
+            f"--config {name}: no such recipe in {module}; set --module {' or '.join(elsewhere)}"
+        )
     remedy = did_you_mean(name, recipes, kind="recipes")
     listed = f" The recipes are: {', '.join(recipes)}" if remedy.endswith("?") else ""
     return ConfigError(f"--config {name}: no such recipe in {module}; {remedy}{listed}")
+
+
+def _modules_with(name: str, package: str) -> list[str]:
+    """Modules of a package whose source has the recipe ``name``."""
+    found = {module: _source_names(module) for module in modules_under(package)}
+    return [module for module, names in found.items() if names and name in names.recipes()]

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.configurable import Problem
+from torchtitan.data.order import permuted, shuffled
 from torchtitan.data.source import BadRow, MapSource, SequentialSource, Source, text_of
 from torchtitan.errors import DataError
 from torchtitan.optional import is_installed, require
@@ -126,11 +128,20 @@ class HuggingFaceStream(SequentialSource):
 
     def rows(self, *, start: int, shuffle_seed: int | None) -> Iterator[object]:
         """The text column of one epoch, or the whole rows, from row ``start`` on."""
-        dataset = self._dataset
-        if shuffle_seed is not None:
-            dataset = dataset.shuffle(seed=shuffle_seed, buffer_size=_SHUFFLE_BUFFER_ROWS)
-        if start:
-            dataset = dataset.skip(start)
+        if shuffle_seed is None:
+            return self._read(self._dataset.skip(start) if start else self._dataset)
+        # Shuffled here, since the library's order changes from version to version, and a resumed run relies on it.
+        shards = self._read_shards(shuffle_seed)
+        return islice(shuffled(shards, _SHUFFLE_BUFFER_ROWS, shuffle_seed), start, None)
+
+    def _read_shards(self, seed: int) -> Iterator[object]:
+        """All rows, shard after shard in an order of its own."""
+        n = self._dataset.num_shards
+        for place in range(n):
+            shard = permuted(place, n, seed)
+            yield from self._read(self._dataset.shard(n, shard) if n > 1 else self._dataset)
+
+    def _read(self, dataset: Any) -> Iterator[object]:
         # `iter` and not a plain loop, which would give each worker a part of the shards only.
         batches = dataset.iter(batch_size=_READ_ROWS)
         while True:

@@ -7,7 +7,7 @@ stream of its own, and each data rank owns G / D neighbouring streams.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -65,7 +65,8 @@ class Loader(Configurable):
         shuffle: bool = True
         """Read the documents of each epoch in a new random order; a streamed data set shuffles a buffer."""
         n_workers: int = 1
-        """Background processes that prepare batches; 0 prepares them in the training process."""
+        """Background processes that prepare batches, at most one a row of the rank; 0 prepares them in the training
+        process."""
         prefetch: int = 2
         """Steps that each background process prepares ahead."""
         bad_rows: Literal["skip", "error"] = "skip"
@@ -90,6 +91,16 @@ class Loader(Configurable):
                     "is not in 0..1",
                     "set a fraction, such as 0.01",
                 )
+
+        def check_epochs(self, epochs: float) -> Iterator[Problem]:
+            """Yield a problem if the rows of an epoch are not known before they are read; paths are from the root."""
+            yield Problem(
+                "training.epochs",
+                epochs,
+                f"cannot be counted: {type(self).__qualname__.removesuffix('.Config')} packs documents while it reads them, "
+                "so how many rows they fill is not known beforehand",
+                "set training.steps, and training.epochs=None",
+            )
 
         def build(
             self,
@@ -147,7 +158,12 @@ class Loader(Configurable):
                 ],
                 packing=packing,
             )
-            return Loader(plan, n_workers=min(self.n_workers, per_rank), prefetch=self.prefetch)
+            return Loader(
+                plan,
+                n_workers=min(self.n_workers, per_rank),
+                prefetch=self.prefetch,
+                packed_rows=self.packed_rows(sources),
+            )
 
         def open_sources(
             self, tokenizer: Tokenizer, seq_len: int, policy: BadRowPolicy
@@ -164,6 +180,11 @@ class Loader(Configurable):
             """
             del tokenizer, seq_len, policy
             return [source.build() for source in self.sources]
+
+        def packed_rows(self, sources: Sequence[MapSource | SequentialSource]) -> int | None:
+            """Rows of S tokens that all of ``sources`` fill, read once; None where that is not known beforehand."""
+            del sources
+            return None
 
         def prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
             """Token ids of ``text`` for a model to go on with, in the form that this data has."""
@@ -195,8 +216,12 @@ class Loader(Configurable):
             """How rows are filled with whole samples; None where documents go on from row to row."""
             return None
 
-    def __init__(self, plan: Plan, *, n_workers: int, prefetch: int) -> None:
+    def __init__(
+        self, plan: Plan, *, n_workers: int, prefetch: int, packed_rows: int | None
+    ) -> None:
         self.plan = plan
+        self.packed_rows = packed_rows
+        """Rows of an epoch; None where they are not known beforehand."""
         self.n_workers = n_workers
         self.prefetch = prefetch
         self._n_shown = 0

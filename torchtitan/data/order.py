@@ -7,7 +7,12 @@ seconds at each epoch edge.
 """
 
 import hashlib
+import random
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
@@ -32,6 +37,23 @@ def permuted(index: int, n: int, key: int) -> int:
         index = left << half | right
         if index < n:
             return index
+
+
+def shuffled(rows: Iterable[T], n_ahead: int, seed: int) -> Iterator[T]:
+    """``rows`` in random order, as far as that goes with ``n_ahead`` of them held at a time; the same for the same seed."""
+    draw = random.Random(seed).random  # the one method whose numbers Python promises to keep
+    held: list[T] = []
+    for row in rows:
+        if len(held) < n_ahead:
+            held.append(row)
+            continue
+        place = int(draw() * n_ahead)
+        yield held[place]
+        held[place] = row
+    while held:
+        place = int(draw() * len(held))
+        held[place], held[-1] = held[-1], held[place]
+        yield held.pop()
 
 
 def _mix(value: int) -> int:

@@ -43,10 +43,11 @@ class Tokenizer(Configurable):
         """A `tokenizer.json`, a folder that has one, or a name on the Hugging Face Hub. None is the bundled
         byte-level BPE with 4096 entries."""
         bos_token: str | None = None
-        """Token before each document; None takes it from `tokenizer_config.json` or a well-known name in the
-        file, "" means that there is none."""
+        """Token before each document; None takes the one of `tokenizer_config.json` if the tokenizer puts it before text
+        by itself, and without such settings a well-known name in the file; "" means that there is none."""
         eos_token: str | None = None
-        """Token after each document; None finds it as for `bos_token`. A tokenizer must have one."""
+        """Token after each document; None takes the one of `tokenizer_config.json`, or a well-known name in the file.
+        A tokenizer must have one."""
         chat_template: str | None = None
         """How a conversation becomes text: a file with Jinja, the Jinja itself, the name of one of several in the
         tokenizer's folder, or `chatml` or `llama3`, which come with the package. None takes the folder's; that of
@@ -103,6 +104,9 @@ class Tokenizer(Configurable):
                 "set tokenizer.eos_token to the token that ends a document"
             )
         self.eos_id = eos_id
+        # It adds special tokens, which are left out here, and may trim spaces from the offsets of tokens, which then seem
+        # to begin later than they do.
+        self._tokenizer.post_processor = None
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = [token.content for token in added if token.special]
         """Names of the tokens that text never encodes to."""
@@ -207,7 +211,6 @@ class Tokenizer(Configurable):
                 ]
             if model.get("unk_token") in names:
                 model["unk_token"] = _RENAMED + model["unk_token"]
-            data["post_processor"] = None  # names tokens; it adds those that are left out here
             self._renamed = _from_text(json.dumps(data))
         return self._renamed
 
@@ -217,6 +220,15 @@ class Tokenizer(Configurable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = True  # the one setting that its pickle loses
+
+    def _puts_before(self, bos_id: int | None, settings: dict[str, Any]) -> bool:
+        """Whether the tokenizer puts a token that its settings name before text, as ``transformers`` has it.
+
+        Some name one that they do not use: SmolLM2's is ``<|im_start|>``.
+        """
+        if settings.get("add_bos_token"):
+            return True
+        return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
 
     def _special(
         self, kind: str, configured: str | None, settings: dict[str, Any], known: Sequence[str]
@@ -233,7 +245,8 @@ class Tokenizer(Configurable):
         if f"{kind}_token" in settings:
             named = settings[f"{kind}_token"]
             named = named.get("content") if isinstance(named, dict) else named
-            return self.vocab.get(named) if named else None
+            found = self.vocab.get(named) if named else None
+            return found if kind == "eos" or self._puts_before(found, settings) else None
         return next((self.vocab[name] for name in known if name in self.vocab), None)
 
 

@@ -1,6 +1,7 @@
 """What a rank of a run of any size will hold and send, found by building it without memory and without the other ranks."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def plan(
     build_optimizer: Callable[[Model], Optimizer],
     step: Step,
     compute: str,
+    in_backward: bool = False,
 ) -> Plan:
     """Build rank ``rank`` of ``world_size`` on a fake process group and say what it holds and sends.
 
@@ -147,6 +149,7 @@ def plan(
         build_optimizer: makes the optimizer of a model.
         step: the shape of a step.
         compute: the compute type, in words.
+        in_backward: whether each parameter is updated in the backward, so that gradients do not pile up.
     """
     with fake_ranks(world_size, rank):
         built = mesh.build(torch.device("cpu"))
@@ -163,7 +166,7 @@ def plan(
             holdings=holdings(held),
             memory={
                 "parameters": _bytes(p for _, p in held),
-                "gradients": _bytes(p for _, p in held if p.requires_grad),
+                **_gradients(model, copies.values(), in_backward=in_backward),
                 "optimizer state": _bytes(optimizer.state_tensors().values()),
             },
             step=step,
@@ -220,6 +223,24 @@ def placement(parameter: Tensor) -> str:
             dim = getattr(where, "dim", None)  # is_shard() denies strided shards
             shown.append(f"{name}={'Replicate' if dim is None else f'Shard({dim})'}")
     return " ".join(shown) or "whole"
+
+
+def _gradients(
+    model: Model, copies: Iterable[nn.Parameter], *, in_backward: bool
+) -> dict[str, int]:
+    """Bytes of the gradients that are alive at once: all, or of the largest unit that is updated and freed as a whole.
+
+    FSDP reduces the gradients of a unit together, into one buffer; without it each parameter is on its own.
+    """
+    if not in_backward:
+        return {"gradients": _bytes(p for p in (*model.parameters(), *copies) if p.requires_grad)}
+    found = [module for module in model.modules() if isinstance(module, torch_api.FSDPModule)]
+    unit_of = {p: i for i, unit in enumerate(found) for p in unit.parameters()}
+    units: dict[object, int] = defaultdict(int)  # an inner unit, which comes later, has its own
+    for p in model.parameters():
+        units[unit_of.get(p, p)] += _bytes([p]) if p.requires_grad else 0
+    largest = "unit" if unit_of else "parameter"
+    return {f"gradients of the largest {largest}": max(units.values())}
 
 
 def _picture(model: Model, pipeline: Pipeline.Config, pp: int, step: Step) -> str:

@@ -15,6 +15,7 @@ from torchtitan.checkpoint.hugging_face.folder import find_folder, read_model
 from torchtitan.checkpoint.initial import checkpoint_in, load_initial
 from torchtitan.checkpoint.manifest import STATE
 from torchtitan.config.serialize import from_dict
+from torchtitan.data.chat.sandbox import TemplateError
 from torchtitan.data.chat.template import ChatTemplate, Message
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
@@ -52,10 +53,15 @@ class Source:
         """Token ids of a conversation that the model shall answer.
 
         Raises:
-            ConfigError: if there is no chat template.
+            ConfigError: if there is no chat template, or it refuses the conversation.
         """
-        template = self.template()
-        text = template.render(messages, add_generation_prompt=True)
+        try:
+            template = self.template()
+            text = template.render(messages, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template cannot write this conversation: {error}; name another one with --chat-template"
+            ) from error
         return self.tokenizer.encode_pieces(template.split(text))[0]
 
     def template(self) -> ChatTemplate:
@@ -105,11 +111,16 @@ def open_source(
         folder = find_folder(name)
         name, config, generation = str(folder), read_model(folder)[1], generation_of(str(folder))
         tokens = Tokenizer.Config(path=str(folder))
+        if tokenizer is None and not (folder / "tokenizer.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer"
+            )
     tokens = tokenizer or tokens
     if not isinstance(config, Decoder.Config) or not isinstance(tokens, Tokenizer.Config):
         raise CheckpointError(
             f"{name} has a {type(config).__qualname__}, which does not generate text; name a decoder"
         )
+    built = tokens.build()  # first: it may not be there
     with torch.device(device):
         model = config.build()
     if checkpoint is None:
@@ -118,7 +129,7 @@ def open_source(
     model = model.to(dtype).eval().requires_grad_(False)
     if device.type == "cpu" and dtype == torch.float32:
         lay_out_for_few_rows(model)
-    return Source(model, tokens.build(), generation)
+    return Source(model, built, generation)
 
 
 def lay_out_for_few_rows(model: Decoder) -> None:

@@ -226,6 +226,8 @@ class Metrics(Configurable):
             row[_VALIDATION + name.removeprefix(_VALIDATION)] = float(value)
         self.flush()
         self._send([row])
+        if step == 0:
+            self._performance.begin()
 
     def log_texts(self, step: int, texts: Sequence[GeneratedText]) -> None:
         """Send texts that the model wrote to the sinks that have a place for them.

@@ -45,12 +45,16 @@ class Performance:
         self._run = run
         self._peak_tflops = peak_tflops
         self._clock = clock
-        self._window_start_s = clock()
         self._window_steps = 0
         self._data_wait_s = 0.0
         self._warm_start: tuple[int, float] | None = (
             None  # (step, time) when the first window ended
         )
+        self.begin()
+
+    def begin(self) -> None:
+        """The first step comes now; what was before it, such as an evaluation of the initial weights, is in no window."""
+        self._window_start_s = self._clock()
 
     def step_done(self, data_wait_s: float) -> None:
         """Count one step that waited ``data_wait_s`` seconds for its batch."""

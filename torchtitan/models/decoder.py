@@ -20,6 +20,7 @@ from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.plan import SEQUENCE, Cut
 from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.layers.rope_scaling import YarnScaling
 from torchtitan.models.layers.tape import Place, Tape, Value, record
 from torchtitan.models.model import Model, ParameterCounts
 from torchtitan.parallel.degrees import Degrees, divisors
@@ -59,7 +60,8 @@ class Decoder(Model):
         hf_model_type: str = ""
         """`model_type` under which weights are exchanged with Hugging Face folders; empty for none."""
         context_length: int | None = None
-        """Tokens that the model is made for, as told to users of an exported folder; None for unknown."""
+        """Tokens that the model is made for, as told to users of an exported folder; rows may not be longer. None for
+        unknown."""
         init_std: float = 0.02
         """Standard deviation of the weights at the start; projections into the residual stream get
         init_std / sqrt(2 * n_layers), the head at most 1 / sqrt(dim)."""
@@ -118,6 +120,32 @@ class Decoder(Model):
             lendable = degrees.dp_shard * degrees.cp * degrees.tp
             for problem in self.feed_forward.check_ep(degrees.ep, lendable):
                 yield problem.within("feed_forward")
+
+        def check_one_graph(self) -> Iterator[Problem]:
+            """See `Model.Config.check_one_graph`."""
+            if not self.feed_forward.ONE_GRAPH:
+                yield Problem(
+                    "feed_forward",
+                    type(self.feed_forward).__qualname__,
+                    "is run as it is written, since its shapes depend on the tokens, but compile.fullgraph=True wants each "
+                    "block to be one graph",
+                    "set compile.fullgraph=False, which compiles the rest of the block, or compile.enabled=False",
+                )
+
+        def check_seq_len(self, seq_len: int) -> Iterator[Problem]:
+            """See `Model.Config.check_seq_len`."""
+            longest, scaling = self.context_length, self.rope.scaling
+            if longest is not None and isinstance(scaling, YarnScaling.Config):
+                # Hugging Face's config.json may tell the length before the scaling.
+                longest = max(longest, int(scaling.factor * scaling.original_context))
+            if longest is not None and seq_len > longest:
+                yield Problem(
+                    "seq_len",
+                    seq_len,
+                    f"is more than the {longest} tokens that the model is made for (model.context_length)",
+                    f"set at most {longest}; to train the model for longer texts, set model.context_length={seq_len} "
+                    "(and model.rope.scaling)",
+                )
 
         def _check_tp(self, degrees: Degrees) -> Iterator[Problem]:
             """Yield what keeps the layers from being divided over the tp ranks."""

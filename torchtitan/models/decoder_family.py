@@ -63,7 +63,7 @@ DECODER_RULES: tuple[Rule | Drop | Own, ...] = (
 
 _IGNORED = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "attention_dropout", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "name_or_path",
+    "pad_token_id", "unk_token_id", "attention_dropout", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "name_or_path",
     "_name_or_path", "is_llama_config", "rope_interleaved", "layer_types", "max_window_layers", "transformers.js_config",
 })  # fmt: skip
 """Keys of config.json that do not change what a model computes, or only repeat other keys."""

@@ -71,6 +71,15 @@ class Model(nn.Module, Configurable):
             del degrees, seq_len
             return iter(())
 
+        def check_seq_len(self, seq_len: int) -> Iterator[Problem]:
+            """Yield a problem if rows of ``seq_len`` tokens are longer than what the model is made for."""
+            del seq_len
+            return iter(())
+
+        def check_one_graph(self) -> Iterator[Problem]:
+            """Yield a problem for each layer that keeps a block from being compiled as one graph."""
+            return iter(())
+
         @abstractmethod
         def build(self) -> "Model":
             """Make the model on the current default device (meta, as a rule)."""

@@ -165,13 +165,15 @@ class Optimizer(Configurable):
         def update_bytes(self, name: str, parameter: Tensor, part: Sequence[int]) -> int:
             """Bytes that the update of a rank's part needs at once besides; for the planner, see `state_bytes`.
 
-            Nothing where a kernel works in place; otherwise a chunk of each tensor in float32, and what rounding it makes.
+            Nothing where a kernel works in place; otherwise a chunk of states and, if it is not in float32, of the parameter
+            in float32, and three more while one of them is stored.
             """
             coded = element_bytes(self.state_dtype, parameter, self.block_size) != 4
             if parameter.dtype == torch.float32 and not coded and not self.offload:
                 return 0
             states = self.n_states(name, parameter) if coded or self.offload else 0
-            return 4 * min(prod(part), _CHUNK_NUMEL) * (2 + states + 4)
+            widened = states + (parameter.dtype != torch.float32)
+            return 4 * min(prod(part), _CHUNK_NUMEL) * (widened + 3)
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ class Schedule(Configurable):
 
         warmup_steps: int = 0
         """Steps of linear rise to the peak, in optimizer steps."""
+        warmup_fraction: float | None = None
+        """The same as a share of the whole schedule, 0..1, rounded up to a step; None where `warmup_steps` says it."""
         decay_steps: int | None = None
         """Steps of fall at the end; None means all after the warm-up, 0 means none."""
         decay: Literal["linear", "cosine", "sqrt"] = "linear"
@@ -38,20 +40,38 @@ class Schedule(Configurable):
                 value = getattr(self, name)
                 if value is not None and value < 0:
                     yield Problem(name, value, "is negative", "set 0 or more")
+            fraction = self.warmup_fraction
+            if fraction is not None and not 0 <= fraction <= 1:
+                yield Problem("warmup_fraction", fraction, "is not in [0, 1]", "set such as 0.03")
+            if fraction is not None and self.warmup_steps:
+                yield Problem(
+                    "warmup_fraction",
+                    fraction,
+                    f"and warmup_steps={self.warmup_steps} both say how long the rise is",
+                    "set warmup_fraction=None or warmup_steps=0",
+                )
             if not 0 <= self.min_factor <= 1:
                 yield Problem("min_factor", self.min_factor, "is not in [0, 1]", "set such as 0.1")
 
-        def check_lengths(self, training_steps: int) -> Iterator[Problem]:
-            """Yield a problem if the phases do not fit into the schedule."""
+        def check_lengths(self, training_steps: int | None) -> Iterator[Problem]:
+            """Yield a problem if the phases do not fit into the schedule; None for a run of a length not known yet."""
             total = training_steps if self.steps is None else self.steps
-            decay = self.decay_steps or 0
-            if self.warmup_steps + decay > total:
+            if total is None:
+                return
+            warmup, decay = self.resolved_warmup_steps(total), self.decay_steps or 0
+            if warmup + decay > total:
                 yield Problem(
                     "warmup_steps",
-                    self.warmup_steps,
+                    warmup,
                     f"plus decay_steps={decay} is more than the schedule's {total} steps",
                     f"make them sum to at most {total}, or set schedule.steps",
                 )
+
+        def resolved_warmup_steps(self, total: int) -> int:
+            """Steps of the rise in a schedule of ``total`` steps."""
+            if self.warmup_fraction is None:
+                return self.warmup_steps
+            return math.ceil(self.warmup_fraction * total - 1e-6)
 
         def build(self, training_steps: int) -> "Schedule":
             """Make the schedule of a run of ``training_steps``."""
@@ -60,14 +80,15 @@ class Schedule(Configurable):
     def __init__(self, config: Config, training_steps: int) -> None:
         self.config = config
         self.total = training_steps if config.steps is None else config.steps
-        remaining = self.total - config.warmup_steps
+        self.warmup_steps = config.resolved_warmup_steps(self.total)
+        remaining = self.total - self.warmup_steps
         self.decay_steps = remaining if config.decay_steps is None else config.decay_steps
 
     def factor(self, step: int) -> float:
         """Factor on the peak rate at optimizer step ``step``, counted from 0."""
         config = self.config
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
         if self.decay_steps == 0:
             return 1.0
         progress = (step - (self.total - self.decay_steps) + 1) / self.decay_steps

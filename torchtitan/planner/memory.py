@@ -185,6 +185,16 @@ class _Walk:
         yield self._moment(
             "loss", "the head's backward", accumulated, kept + whole, backward, gathered, 0
         )
+        if unit and self.run.sharded:
+            yield self._moment(
+                "loss",
+                "the reduction of the head",
+                accumulated,
+                kept + end.stream,
+                0,
+                gathered - self._whole(unit),
+                self._reducing(unit),
+            )
 
     def backward(self) -> Iterator[Moment]:
         """Backward of each block, with all before it still kept."""
@@ -321,15 +331,19 @@ class _Walk:
         return self.run.reduce_itemsize * unit.gathered if self.run.sharded else 0
 
     def _reducing(self, unit: Unit) -> int:
-        """Most bytes while a unit's gradients are reduced: copied in, reduced, then in the parameter's type and used up."""
-        run = self.run
+        """Most bytes while a unit's gradients are reduced: copied in, reduced, then in the parameter's type and used up.
+
+        Of several ranks, FSDP forgets the gradient of the last parameter, as it was before the reduction, at the end only.
+        """
+        run, alone = self.run, unit.gathered == unit.shard
         whole, shard = self._reduction(unit), run.reduce_itemsize * unit.shard
         copied_in = whole + (self.b * unit.gathered if run.micro_batches == 1 else 0)
-        reduced = whole + shard + (whole if unit.gathered == unit.shard else 0)
+        last = self.b * unit.last if run.micro_batches == 1 and not alone else 0
+        reduced = whole + shard + (whole if alone else last)
         cast = run.param_itemsize * unit.shard if run.param_itemsize != run.reduce_itemsize else 0
         own = cast or shard
         stored = max(shard + cast, own + unit.update if run.in_backward else 0)
-        return max(copied_in, reduced, whole + stored)
+        return max(copied_in, reduced, whole + last + stored)
 
     def _gathered_after_forward(self, stage: Stage) -> int:
         """Bytes of gathered parameters between forward and backward: of the last block and the rest, or of all."""

@@ -27,6 +27,7 @@ class Unit:
         trainable: elements of the shard that have a gradient.
         optimizer: bytes of optimizer state.
         update: bytes that the update of its largest parameter needs at once besides.
+        last: elements of its last parameter when gathered.
     """
 
     gathered: int
@@ -34,6 +35,7 @@ class Unit:
     trainable: int
     optimizer: int
     update: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ class _Cut:
         return self._of(list(module.parameters()), local)
 
     def _of(self, parameters: Sequence[nn.Parameter], local: _Locals) -> Unit:
-        gathered = shard = trainable = state = update = 0
+        gathered = shard = trainable = state = update = last = 0
         optimizer = self.config.optimizer
         for parameter in parameters:
             name, shape, ranks = local[parameter]
@@ -195,13 +197,14 @@ class _Cut:
             if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0:
                 rows, shape = shape[0], [shape[0], shape[1] // ranks, shape[2]]  # within experts
             part = (rows, *shape[1:])
-            gathered += prod(part) * ranks
+            last = prod(part) * ranks
+            gathered += last
             shard += prod(part)
             if parameter.requires_grad:
                 trainable += prod(part)
                 state += optimizer.state_bytes(name, parameter, part)
                 update = max(update, optimizer.update_bytes(name, parameter, part))
-        return Unit(gathered, shard, trainable, state, update)
+        return Unit(gathered, shard, trainable, state, update, last)
 
 
 def _stages(config: Trainer.Config, cut: _Cut, pp_rank: int, micro_batches: int) -> list[Stage]:

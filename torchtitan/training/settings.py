@@ -1,5 +1,6 @@
 """How long, how large and how exactly a run trains."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -7,6 +8,7 @@ from typing import Literal
 import torch
 
 from torchtitan.config.configurable import Configurable, Problem
+from torchtitan.errors import ConfigError
 from torchtitan.optim.clipping import ClipBy
 
 
@@ -17,10 +19,15 @@ class Training(Configurable):
     class Config(Configurable.Config):
         """Settings of `Training`."""
 
-        OPERATIONAL = frozenset({"steps", "micro_batch_rows", "device", "gc_every_n_steps"})
+        OPERATIONAL = frozenset(
+            {"steps", "epochs", "micro_batch_rows", "device", "gc_every_n_steps"}
+        )
 
-        steps: int
-        """Optimizer steps in all, those before a resume included."""
+        steps: int | None = None
+        """Optimizer steps in all, those before a resume included; None where `epochs` says it."""
+        epochs: float | None = None
+        """How often all rows are read, instead of `steps`: the steps that this takes are counted at the start, a part of
+        one as a whole. For data whose packed rows are known beforehand; None where `steps` says it."""
         seq_len: int
         """Tokens in a row."""
         global_batch_rows: int
@@ -50,8 +57,25 @@ class Training(Configurable):
         def check(self) -> Iterator[Problem]:
             """See `Configurable.Config.check`."""
             for name in ("steps", "seq_len", "global_batch_rows", "gc_every_n_steps"):
-                if getattr(self, name) < 1:
-                    yield Problem(name, getattr(self, name), "is not positive", "set at least 1")
+                value = getattr(self, name)
+                if value is not None and value < 1:
+                    yield Problem(name, value, "is not positive", "set at least 1")
+            if self.epochs is not None and not 0 < self.epochs < math.inf:
+                yield Problem("epochs", self.epochs, "is not positive", "set such as 3")
+            if self.steps is not None and self.epochs is not None:
+                yield Problem(
+                    "epochs",
+                    self.epochs,
+                    f"and steps={self.steps} both say how long the run is",
+                    "set one of them to None",
+                )
+            if self.steps is None and self.epochs is None:
+                yield Problem(
+                    "steps",
+                    None,
+                    "and epochs=None leave open how long the run is",
+                    "set one of them",
+                )
             if self.micro_batch_rows is not None and self.micro_batch_rows < 1:
                 yield Problem(
                     "micro_batch_rows", self.micro_batch_rows, "is not positive", "set at least 1"
@@ -65,10 +89,25 @@ class Training(Configurable):
                 )
             if self.seed < 0:
                 yield Problem("seed", self.seed, "is negative", "set 0 or more")
-            if self.device == "cuda" and not torch.cuda.is_available():
-                yield Problem(
-                    "device", "cuda", "but this machine has no usable GPU", "set auto or cpu"
+
+        def n_steps(self, packed_rows: int | None) -> int:
+            """Optimizer steps in all.
+
+            Args:
+                packed_rows: rows of an epoch; None where they are not known beforehand.
+
+            Raises:
+                ConfigError: if there are epochs and no rows to count them by.
+            """
+            if self.epochs is None:
+                return self.steps or 0  # `check` has seen to it that there are some
+            if packed_rows is None:
+                raise ConfigError(
+                    f"training.epochs={self.epochs}: how many rows the data packs into is not known before it is "
+                    "read; set training.steps, or data that is packed beforehand"
                 )
+            steps = self.epochs * packed_rows / self.global_batch_rows
+            return max(1, math.ceil(steps - 1e-6))  # less than a millionth of a step is rounding
 
         def check_rows(self, dp_world_size: int) -> Iterator[Problem]:
             """Yield a problem if the rows cannot be dealt evenly to ``dp_world_size`` data ranks."""

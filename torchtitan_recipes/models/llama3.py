@@ -1,19 +1,10 @@
 """Llama 3: a debug size that trains anywhere, and pretraining of the public sizes."""
 
-from torchtitan.checkpoint import Checkpointer
-from torchtitan.data.embedded import Embedded
-from torchtitan.data.huggingface import HuggingFace
-from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama3.sizes import llama3
-from torchtitan.optim.optimizer import AdamW
-from torchtitan.optim.schedule import Schedule
-from torchtitan.parallel.compile import Compile
-from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.trainer import Trainer
-from torchtitan.training.settings import Training
-from torchtitan.training.validation import Validation
+from torchtitan_recipes.pretraining import on_c4, on_python_text
 
 HUB_NAMES = {
     "1b": "Llama-3.2-1B",
@@ -26,21 +17,9 @@ HUB_NAMES = {
 
 def llama3_debugmodel() -> Trainer.Config:
     """A 5M-parameter Llama 3 on the text of the running Python: no download, minutes on a CPU."""
-    return Trainer.Config(
-        model=llama3("debug"),
-        data=Loader.Config(sources=[Embedded.Config()]),
-        optimizer=AdamW.Config(lr=3e-3),
-        # Its own length, so that a finished run can be continued with more steps: they run at the minimum.
-        schedule=Schedule.Config(steps=280, warmup_steps=20, decay_steps=180, min_factor=0.1),
-        training=Training.Config(steps=280, seq_len=128, global_batch_rows=16),
-        parallelism=Mesh.Config(reshard_after_forward=False),  # small enough to stay gathered
-        validation=Validation.Config(
-            every_n_steps=70,
-            data=Loader.Config(
-                sources=[Embedded.Config(split="validation")], shuffle=False, n_workers=0
-            ),
-        ),
-    )
+    config = on_python_text(llama3("debug"))
+    config.parallelism.reshard_after_forward = False  # small enough to stay gathered
+    return config
 
 
 def llama3_1b() -> Trainer.Config:
@@ -94,23 +73,13 @@ def llama3_405b() -> Trainer.Config:
 def _pretraining(
     size: str, *, lr: float, global_batch_rows: int, steps: int = 1000
 ) -> Trainer.Config:
-    """Rows of 8,192 tokens, one at a time on each GPU; a fifth of the steps is warm-up, as in public recipes."""
-    c4 = HuggingFace.Config(name="allenai/c4", subset="en", streaming=True)
-    held_out = HuggingFace.Config(
-        name="allenai/c4", subset="en", split="validation", streaming=True
+    config = on_c4(
+        llama3(size),
+        Tokenizer.Config(path=f"meta-llama/{HUB_NAMES[size]}"),
+        lr=lr,
+        seq_len=8192,
+        global_batch_rows=global_batch_rows,
+        steps=steps,
     )
-    return Trainer.Config(
-        model=llama3(size),
-        tokenizer=Tokenizer.Config(path=f"meta-llama/{HUB_NAMES[size]}"),
-        data=Loader.Config(sources=[c4], n_workers=2),
-        optimizer=AdamW.Config(lr=lr),
-        schedule=Schedule.Config(warmup_steps=steps // 5, min_factor=0.1),
-        training=Training.Config(
-            steps=steps, seq_len=8192, global_batch_rows=global_batch_rows, micro_batch_rows=1
-        ),
-        compile=Compile.Config(enabled=True),
-        validation=Validation.Config(
-            every_n_steps=500, data=Loader.Config(sources=[held_out], shuffle=False, n_workers=0)
-        ),
-        checkpoint=Checkpointer.Config(every_n_steps=500, async_save=True),
-    )
+    config.compile.enabled = True
+    return config

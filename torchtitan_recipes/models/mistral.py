@@ -1,27 +1,10 @@
 """Mistral: a debug size that trains anywhere."""
 
-from torchtitan.data.embedded import Embedded
-from torchtitan.data.loader import Loader
 from torchtitan.models.mistral.sizes import mistral
-from torchtitan.optim.optimizer import AdamW
-from torchtitan.optim.schedule import Schedule
 from torchtitan.trainer import Trainer
-from torchtitan.training.settings import Training
-from torchtitan.training.validation import Validation
+from torchtitan_recipes.pretraining import on_python_text
 
 
 def mistral_debugmodel() -> Trainer.Config:
     """A 4M-parameter Mistral, whose attention is windowed, on the text of the running Python: no download, minutes on a CPU."""
-    return Trainer.Config(
-        model=mistral("debug"),
-        data=Loader.Config(sources=[Embedded.Config()]),
-        optimizer=AdamW.Config(lr=3e-3),
-        schedule=Schedule.Config(steps=280, warmup_steps=20, decay_steps=180, min_factor=0.1),
-        training=Training.Config(steps=280, seq_len=128, global_batch_rows=16),
-        validation=Validation.Config(
-            every_n_steps=70,
-            data=Loader.Config(
-                sources=[Embedded.Config(split="validation")], shuffle=False, n_workers=0
-            ),
-        ),
-    )
+    return on_python_text(mistral("debug"))

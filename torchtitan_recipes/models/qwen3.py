@@ -1,26 +1,19 @@
 """Qwen3: debug sizes that train anywhere, dense and with experts, and pretraining of the public sizes."""
 
-from torchtitan.checkpoint import Checkpointer
-from torchtitan.data.embedded import Embedded
-from torchtitan.data.huggingface import HuggingFace
-from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.qwen3.sizes import qwen3
-from torchtitan.optim.optimizer import AdamW
-from torchtitan.optim.schedule import Schedule
 from torchtitan.trainer import Trainer
-from torchtitan.training.settings import Training
-from torchtitan.training.validation import Validation
+from torchtitan_recipes.pretraining import on_c4, on_python_text
 
 
 def qwen3_debugmodel() -> Trainer.Config:
     """A 4M-parameter Qwen3 on the text of the running Python: no download, minutes on a CPU."""
-    return _debug("debug")
+    return on_python_text(qwen3("debug"))
 
 
 def qwen3_debugmodel_moe() -> Trainer.Config:
     """A Qwen3 with 16 experts, 12M parameters of which a token uses 5M, on the text of the running Python."""
-    return _debug("debug_moe")
+    return on_python_text(qwen3("debug_moe"))
 
 
 def qwen3_0_6b() -> Trainer.Config:
@@ -69,43 +62,7 @@ def qwen3_235b_a22b() -> Trainer.Config:
     return config
 
 
-def _debug(size: str) -> Trainer.Config:
-    return Trainer.Config(
-        model=qwen3(size),
-        data=Loader.Config(sources=[Embedded.Config()]),
-        optimizer=AdamW.Config(lr=3e-3),
-        # Its own length, so that a finished run can be continued with more steps: they run at the minimum.
-        schedule=Schedule.Config(steps=280, warmup_steps=20, decay_steps=180, min_factor=0.1),
-        training=Training.Config(steps=280, seq_len=128, global_batch_rows=16),
-        validation=Validation.Config(
-            every_n_steps=70,
-            data=Loader.Config(
-                sources=[Embedded.Config(split="validation")], shuffle=False, n_workers=0
-            ),
-        ),
-    )
-
-
-def _pretraining(
-    size: str, *, lr: float, global_batch_rows: int, steps: int = 1000
-) -> Trainer.Config:
-    """Rows of 4,096 tokens, one at a time on each GPU; a fifth of the steps is warm-up, as in public recipes."""
-    c4 = HuggingFace.Config(name="allenai/c4", subset="en", streaming=True)
-    held_out = HuggingFace.Config(
-        name="allenai/c4", subset="en", split="validation", streaming=True
-    )
-    hub_name = f"Qwen/Qwen3-{size.upper().replace('_', '-')}"
-    return Trainer.Config(
-        model=qwen3(size),
-        tokenizer=Tokenizer.Config(path=hub_name, eos_token="<|endoftext|>"),
-        data=Loader.Config(sources=[c4], n_workers=2),
-        optimizer=AdamW.Config(lr=lr),
-        schedule=Schedule.Config(warmup_steps=steps // 5, min_factor=0.1),
-        training=Training.Config(
-            steps=steps, seq_len=4096, global_batch_rows=global_batch_rows, micro_batch_rows=1
-        ),
-        validation=Validation.Config(
-            every_n_steps=500, data=Loader.Config(sources=[held_out], shuffle=False, n_workers=0)
-        ),
-        checkpoint=Checkpointer.Config(every_n_steps=500, async_save=True),
-    )
+def _pretraining(size: str, *, lr: float, global_batch_rows: int) -> Trainer.Config:
+    name = f"Qwen/Qwen3-{size.upper().replace('_', '-')}"
+    tokenizer = Tokenizer.Config(path=name, eos_token="<|endoftext|>")
+    return on_c4(qwen3(size), tokenizer, lr=lr, seq_len=4096, global_batch_rows=global_batch_rows)

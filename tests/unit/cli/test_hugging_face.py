@@ -12,6 +12,7 @@ from torchtitan.checkpoint.hugging_face.weight_files import WeightFiles
 from torchtitan.cli import download as download_command
 from torchtitan.cli import export as export_command
 from torchtitan.cli import import_folder
+from torchtitan.cli.main import main
 from torchtitan.config import check_tree
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.planner.tracker import MemoryTracker
@@ -44,7 +45,18 @@ def test_a_run_is_exported_imported_and_gone_on_from(tmp_path, capsys):
 
     assert import_folder.main([str(tmp_path / "out"), str(tmp_path / "in")]) == 0
     assert "imported 21 tensors" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="in exists and is not empty; name another folder"):
+        import_folder.main([str(tmp_path / "out"), str(tmp_path / "in")])
+    for place in ("in", "out"):  # an imported checkpoint answers as the folder does
+        ask = [str(tmp_path / place), "--prompt", "def main", "--max-new-tokens", "4"]
+        assert main(["generate", *ask, "--temperature", "0"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second != ""
+    settings = tmp_path / "out" / "generation_config.json"
+    kept = json.loads(settings.read_text()) | {"temperature": 0.6, "do_sample": True}
+    settings.write_text(json.dumps(kept))
     assert export_command.main([str(tmp_path / "in"), str(tmp_path / "again"), "--dtype", "float32"]) == 0  # fmt: skip
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text()) == kept
     assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()  # fmt: skip
 
     for source in (folder, tmp_path / "in", tmp_path / "a" / "checkpoints" / "step-00000001"):
@@ -130,6 +142,31 @@ def test_a_source_that_cannot_be_is_refused_before_anything_is_built(tmp_path):
     assert "as pickles only (pytorch_model.bin)" in text
 
 
+def test_rows_longer_than_the_models_context_are_refused(tmp_path):
+    config = run(tmp_path / "a", export=HuggingFaceExport.Config())
+    config.model.context_length = 48
+    assert problems(config) == []
+    with running(config) as trainer:
+        trainer.checkpointer.export(config.model, trainer.models["policy"].model, None)
+    config.training.seq_len = 64
+    (text,) = problems(config)
+    assert text.startswith("training.seq_len=64: is more than the 48 tokens that the model is made")
+
+    folder = tmp_path / "a" / "hugging_face"
+    imported = run(tmp_path / "b", initial_load=str(folder))  # and a recipe that does not say it
+    assert problems(imported) == []
+    imported.training.seq_len = 64
+    (text,) = problems(imported)
+    assert text.startswith(
+        f"checkpoint.initial_load={folder}: is for shorter rows; training.seq_len=64: is more than"
+    )
+    assert (
+        "set at most 48; to train the model for longer texts, set model.context_length=64" in text
+    )
+    imported.model.context_length = 64  # on purpose
+    assert problems(imported) == []
+
+
 def test_a_model_without_format_is_refused_at_once(tmp_path):
     config = run(tmp_path, export=HuggingFaceExport.Config(max_shard_gib=0))
     config.model.attention.qkv_bias = True
@@ -184,3 +221,5 @@ def test_what_the_hub_does_not_have_is_said(store):
         download("org/pickled")
     with pytest.raises(CheckpointError, match="is no folder; name one that exists"):
         find_folder("/no/such/folder")
+    with pytest.raises(CheckpointError, match="is on this machine already; use it as it is"):
+        download(str(store))

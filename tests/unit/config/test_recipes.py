@@ -248,3 +248,11 @@ def test_finding_a_wrong_recipe_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("no such") == 2
+
+
+def test_a_recipe_of_another_module_of_the_package_is_found(package):
+    (package / "more.py").write_text("def large():\n    ...\n", encoding="utf-8")
+    text = message("shop.models.toys", "large")
+    assert (
+        text == "--config large: no such recipe in shop.models.toys; set --module shop.models.more"
+    )

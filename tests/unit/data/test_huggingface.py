@@ -5,6 +5,7 @@ import pytest
 
 from tests.unit.data.helpers import Ranks, same
 from torchtitan.data import HuggingFace, Loader
+from torchtitan.data.order import permuted, shuffled
 from torchtitan.data.source import BadRow
 from torchtitan.errors import DataError
 
@@ -56,6 +57,14 @@ def test_a_stream_goes_on_where_it_was(folder, shuffle_seed, start):
     assert sorted(whole) == sorted(TEXTS)
     assert (whole == TEXTS) == (shuffle_seed is None)
     assert list(source.rows(start=start, shuffle_seed=shuffle_seed)) == whole[start:]
+
+
+def test_the_order_of_a_shuffled_stream_is_not_the_librarys(folder):
+    """It changes from version to version, and a run is resumed by the number of rows that it has read."""
+    source = HuggingFace.Config(name=folder, streaming=True).build()
+    shards = [TEXTS[20 * s : 20 * s + 20] for s in (permuted(i, 3, 7) for i in range(3))]
+    expected = list(shuffled([text for shard in shards for text in shard], 10_000, 7))
+    assert list(source.rows(start=0, shuffle_seed=7)) == expected
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -73,11 +73,30 @@ def test_a_long_text_is_encoded_in_slices(cut, monkeypatch):
 
 
 def test_bos_and_eos_of_tokenizer_config(tmp_path):
-    path = folder_with(tmp_path, bos_token={"content": "<|im_start|>"}, eos_token="<|im_end|>")
+    named = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"}
+    path = folder_with(tmp_path, **named, add_bos_token=True)
     tok = Tokenizer.Config(path=path).build()
     assert (tok.bos_id, tok.eos_id) == (3, 4)
     tok = Tokenizer.Config(path=path, bos_token="", eos_token="<|pad|>").build()
     assert (tok.bos_id, tok.eos_id) == (None, 2)
+
+
+def test_a_beginning_token_that_is_named_is_used_if_the_tokenizer_itself_puts_it_there(tmp_path):
+    path = folder_with(tmp_path, bos_token="<|im_start|>")
+    assert Tokenizer.Config(path=path).build().bos_id is None
+    assert Tokenizer.Config(path=path, bos_token="<|im_start|>").build().bos_id == 3
+    file = tmp_path / "tokenizer.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [3], "tokens": ["<|im_start|>"]}},
+    }  # fmt: skip
+    file.write_text(json.dumps(data), encoding="utf-8")
+    tok = Tokenizer.Config(path=path).build()
+    assert tok.bos_id == 3
+    assert 3 not in tok.encode("a")
 
 
 @pytest.mark.parametrize("settings", [{"bos_token": None}, {"add_bos_token": False}])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.test_expert_parallel import moe_model
-from tests.tiny import rows, tiny, tiny_model
+from tests.tiny import rows, running, tiny, tiny_model
 from tests.traffic import TrafficRecorder, stated
 from torchtitan import train
 from torchtitan.debug import dry_run
@@ -113,7 +113,9 @@ def test_stated_traffic_is_what_gloo_sends(ranks):
         assert set(seen) == {("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 2)}
 
 
-def plan_of(model, mesh, world_size, *, rank=0, dtype=torch.bfloat16, micro_batches=1) -> Plan:
+def plan_of(
+    model, mesh, world_size, *, rank=0, dtype=torch.bfloat16, micro_batches=1, in_backward=False
+) -> Plan:
     return plan(
         rank=rank,
         world_size=world_size,
@@ -124,6 +126,7 @@ def plan_of(model, mesh, world_size, *, rank=0, dtype=torch.bfloat16, micro_batc
         ),
         step=Step(micro_batches, 1, 8192, dtype.itemsize),
         compute=str(dtype),
+        in_backward=in_backward,
     )
 
 
@@ -208,6 +211,46 @@ def test_stated_memory_is_what_each_rank_holds(ranks, tmp_path):
         assert list(found.memory.values()) == real[rank]
 
 
+def bytes_of_live_gradients(folder, **training):
+    """Most bytes of the storages of gradients at any update of a step with updates in the backward."""
+    config = tiny(folder, steps=1, clip_by="parameter", **training)
+    config.optimizer.in_backward = True
+    with running(config) as trainer:
+        optimizer = trainer.models["policy"].optimizer
+        update, most = optimizer.update, 0
+
+        def counting(parameters, skip):
+            nonlocal most
+            grads = [p.grad for p in optimizer.slots if p.grad is not None]
+            local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+            storages = {g.untyped_storage().data_ptr(): g.untyped_storage() for g in local}
+            most = max(most, sum(storage.nbytes() for storage in storages.values()))
+            update(parameters, skip)
+
+        optimizer.update = counting
+        trainer.train()
+    return most
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.bfloat16, "unit"), (torch.float32, "parameter")]
+)
+def test_updates_in_the_backward_leave_one_units_gradients(dtype, largest, tmp_path):
+    """In float32 one rank goes without FSDP, and each parameter is on its own."""
+    found = plan_of(tiny_model(), Mesh.Config(), 1, dtype=dtype, in_backward=True)
+    stated = found.memory[f"gradients of the largest {largest}"]
+    assert stated == bytes_of_live_gradients(tmp_path, compute_dtype=str(dtype)[6:])
+    everything = plan_of(tiny_model(), Mesh.Config(), 1, dtype=dtype).memory["gradients"]
+    assert stated == 4096 * 16 * 4 < everything
+
+
+def test_a_unit_of_several_parameters_counts_as_a_whole():
+    model = tiny_model(vocab_size=64)  # a block is larger than the embedding
+    found = plan_of(model, Mesh.Config(), 2, in_backward=True)
+    block = sum(h.local_bytes for h in found.holdings if h.pattern.startswith("layers.")) // 2
+    assert found.memory["gradients of the largest unit"] == block
+
+
 def test_a_pipeline_is_drawn_and_its_copies_are_counted():
     mesh = Mesh.Config(pp=2)
     first, last = (
@@ -257,6 +300,12 @@ def test_the_recipe_is_described_from_the_command_line(capsys):
         "MiB",
     ]
     assert not dist.is_initialized()
+
+
+def test_updates_in_the_backward_show_on_the_command_line(capsys):
+    early = ["--optimizer.in-backward", "True", "--training.clip-by", "parameter"]
+    assert train.main(["--dry-run", "--ngpu", "8", "--training.device", "cpu", *early]) == 0
+    assert re.search(r"gradients of the largest unit +512.00 KiB", capsys.readouterr().out)
 
 
 def test_a_rank_that_is_none_is_refused(capsys):

@@ -47,6 +47,7 @@ def test_greedy_tokens_are_those_of_transformers(kind, tmp_path):
 def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = tiny(folder, steps=1)
+    config.model.hf_model_type = "llama"
     with running(config) as trainer:
         trainer.train()
     return folder
@@ -88,3 +89,44 @@ def test_what_cannot_be_asked_is_named(run_folder, tmp_path, capsys):
     source.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template; name one with --chat-template"):
         source.encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(("arguments", "code", "text"), [
+    (["--max-new-tokens", "0"], 2, "--max-new-tokens=0: is not positive; set 1 or more"),
+    (["--device", "foo"], 2, "--device=foo: is no device; set cpu, cuda or cuda:1"),
+    (["--device", "cuda:99"], 2, "--device=cuda:99: this machine has "),
+    (["--chat-template", "{{ raise_exception('never') }}", "--chat"], 2, "cannot write this conversation: the template refuses it: never"),
+    (["--prompt", ""], 2, "--prompt number 2 is empty, and the tokenizer puts no token before text"),
+])  # fmt: skip
+def test_arguments_that_cannot_be(arguments, code, text, model_folder, capsys):
+    (model_folder / "tokenizer_config.json").write_text('{"bos_token": null}', encoding="utf-8")
+    assert main(["generate", str(model_folder), "--prompt", "x", *arguments]) == code
+    assert text in capsys.readouterr().err
+
+
+@pytest.fixture
+def model_folder(run_folder, tmp_path):
+    """A Hugging Face folder."""
+    assert main(["export", str(run_folder), str(tmp_path / "m")]) == 0
+    return tmp_path / "m"
+
+
+def test_a_folder_that_lacks_something(model_folder, capsys):
+    """Settings of generation may be missing; a broken file, a tokenizer or a template that is needed may not."""
+    ask = ["generate", str(model_folder), "--prompt", "x", "--max-new-tokens", "1"]
+    (model_folder / "generation_config.json").unlink()
+    assert main(ask) == 0
+    (model_folder / "generation_config.json").write_text("{", encoding="utf-8")
+    assert main(ask) == 4
+    assert "generation_config.json cannot be read: Expecting property name" in capsys.readouterr().err  # fmt: skip
+    (model_folder / "generation_config.json").write_text("[]", encoding="utf-8")
+    assert main(ask) == 4
+    assert "generation_config.json is no JSON object; mend or remove it" in capsys.readouterr().err
+    (model_folder / "generation_config.json").unlink()
+    (model_folder / "chat_template.jinja").unlink()
+    assert main(["chat", str(model_folder)]) == 2
+    assert "no chat template; name one with --chat-template" in capsys.readouterr().err
+    (model_folder / "tokenizer.json").unlink()
+    assert main(ask) == 4
+    assert "m has no tokenizer.json; name a folder that has one with --tokenizer" in capsys.readouterr().err  # fmt: skip
+    assert main([*ask, "--tokenizer", str(BUNDLED)]) == 0

@@ -94,3 +94,14 @@ def test_peak_memory_sees_an_allocation():
     after = peak_memory_gib("cpu")
     assert after > before
     assert after > len(block) / 2**30
+
+
+def test_what_was_before_the_first_step_is_in_no_window():
+    clock = Clock()
+    performance = Performance(run(), None, clock)
+    clock.now_s += 30.0
+    performance.begin()
+    clock.now_s += 2.0
+    performance.step_done(0.0)
+    numbers = performance.close_window(1)
+    assert (numbers["seconds_per_step"], numbers["eta_s"]) == (2.0, 198.0)

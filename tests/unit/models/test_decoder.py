@@ -5,6 +5,8 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.init import init_weights
+from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.layers.rope_scaling import LinearScaling, YarnScaling
 
 
 def tiny(**changes):
@@ -107,3 +109,20 @@ def test_check_names_the_value_and_the_remedy():
     assert problem.value == 3
     assert problem.reason == "does not divide n_heads=4"
     assert problem.remedy == "choose one of [1, 2, 4]"
+
+
+def test_rows_are_not_longer_than_what_the_model_is_made_for():
+    assert list(tiny(context_length=64).check_seq_len(64)) == []
+    assert list(tiny(context_length=None).check_seq_len(10**9)) == []
+    (problem,) = tiny(context_length=64).check_seq_len(65)
+    assert str(problem) == (
+        "seq_len=65: is more than the 64 tokens that the model is made for (model.context_length); set at most 64; "
+        "to train the model for longer texts, set model.context_length=65 (and model.rope.scaling)"
+    )
+    stretched = RoPE.Config(scaling=YarnScaling.Config(factor=4.0, original_context=32))
+    config = tiny(context_length=40, rope=stretched)  # as in config.json of a Qwen3 with YaRN
+    assert list(config.check_seq_len(128)) == []
+    (problem,) = config.check_seq_len(129)
+    assert "more than the 128 tokens" in problem.reason
+    linear = tiny(context_length=64, rope=RoPE.Config(scaling=LinearScaling.Config(factor=4.0)))
+    assert len(list(linear.check_seq_len(65))) == 1

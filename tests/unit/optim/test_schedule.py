@@ -46,7 +46,23 @@ def test_own_length_makes_it_independent_of_the_runs():
     ]
 
 
+@pytest.mark.parametrize(("fraction", "steps", "warmup"), [(0.03, 100, 3), (0.03, 101, 4), (0.03, 5, 1), (0.0, 5, 0), (1.0, 5, 5)])  # fmt: skip
+def test_the_rise_as_a_share_of_the_whole(fraction, steps, warmup):
+    shared = Schedule.Config(warmup_fraction=fraction, decay="cosine")
+    counted = Schedule.Config(warmup_steps=warmup, decay="cosine")
+    assert [shared.build(steps).factor(t) for t in range(steps)] == [
+        counted.build(steps).factor(t) for t in range(steps)
+    ]
+
+
 def test_problems():
+    assert [str(p) for p in Schedule.Config(warmup_fraction=1.5, warmup_steps=2).check()] == [
+        "warmup_fraction=1.5: is not in [0, 1]; set such as 0.03",
+        "warmup_fraction=1.5: and warmup_steps=2 both say how long the rise is; set warmup_fraction=None or warmup_steps=0",
+    ]
+    (problem,) = Schedule.Config(warmup_fraction=0.5, decay_steps=6).check_lengths(10)
+    assert str(problem).startswith("warmup_steps=5: plus decay_steps=6 is more than the schedule's")
+    assert list(Schedule.Config(warmup_steps=500).check_lengths(None)) == []
     (problem,) = Schedule.Config(warmup_steps=8, decay_steps=4).check_lengths(10)
     assert problem.reason == "plus decay_steps=4 is more than the schedule's 10 steps"
     paths = [p.path for p in Schedule.Config(warmup_steps=-1, min_factor=2.0).check()]

@@ -25,6 +25,8 @@ GRID = {
     "4 ranks, low bits in the backward": (4, {"recompute": "full", **LOW_BIT}),
     "1 rank, low bits in the backward": (1, {"recompute": "full", **LOW_BIT}),
     "1 rank, recomputed": (1, {"recompute": "full"}),
+    "1 rank, large vocabulary in the backward": (1, {**LARGE, **LOW_BIT}),
+    "2 ranks, large vocabulary in the backward": (2, {"recompute": "full", **LARGE, **LOW_BIT}),
     "4 ranks, muon": (4, {"optimizer": Muon.Config()}),
     "2 ranks, vocabulary walked": (
         2,
@@ -34,7 +36,12 @@ GRID = {
     "tp": (4, {"mesh": {"tp": 2}}),
     "tp without sequence parallel": (4, {"mesh": {"tp": 2, "sequence_parallel": False}}),
 }
-QUICK = ("8 ranks, recomputed", "4 ranks, muon", "tp")
+QUICK = (
+    "8 ranks, recomputed",
+    "2 ranks, large vocabulary in the backward",
+    "4 ranks, muon",
+    "tp",
+)
 
 
 def error(name):

@@ -1,24 +1,19 @@
 """Every recipe resolves, passes its checks at some world size, and builds on the meta device."""
 
-import ast
 import importlib
-from pathlib import Path
 
 import pytest
 import torch
 
 from torchtitan.config import check_tree, from_dict, to_dict
+from torchtitan.config.recipes import modules_under, recipes_in
 from torchtitan.trainer import Trainer
-
-ROOT = Path(__file__).parents[3]
 
 
 def recipes():
-    for path in sorted((ROOT / "torchtitan_recipes").rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                yield pytest.param(module, node.name, id=node.name)
+    for module in modules_under("torchtitan_recipes"):
+        for name in recipes_in(module):
+            yield pytest.param(module, name, id=name)
 
 
 def build(module, name):

@@ -8,6 +8,7 @@ from torchtitan.config import check_tree
 from torchtitan.data.embedded import Embedded
 from torchtitan.data.loader import Loader
 from torchtitan.errors import ConfigError
+from torchtitan.metrics.sinks.jsonl import read_rows
 from torchtitan.training.validation import Best, Validation
 
 
@@ -89,3 +90,12 @@ def test_a_run_ends_early_saves_and_stays_ended(tmp_path):
     assert run(tmp_path, [3.0, 3.1, 3.2, 0.0], patience=2) == (3, [3])
     assert run(tmp_path, [0.0], patience=2) == (3, [3])
     assert run(tmp_path, [3.3, 2.0, 1.0], patience=4) == (6, [6])
+
+
+def test_the_initial_weights_are_evaluated_on_request_and_judged_by_nobody(tmp_path):
+    losses = [1.0, 3.0, 2.0, 2.5]  # the first is of the initial weights
+    assert run(tmp_path, losses, steps=3, at_start=True, keep_best=True, patience=2) == (3, [2, 3])
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    found = [(r["global_step"], r["validation_loss"]) for r in rows if "validation_loss" in r]
+    assert found == [(0, 1.0), (1, 3.0), (2, 2.0), (3, 2.5)]
+    assert run(tmp_path, [2.2], steps=4, at_start=True) == (4, [4])  # not again in a resumed run

@@ -12,7 +12,7 @@ from torchtitan.checkpoint.hugging_face.folder import CONFIG, family_of, find_fo
 from torchtitan.checkpoint.hugging_face.weights import LiveWeights
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.data.tokenizer import BUNDLED
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.models.model import Model
 
 
@@ -85,9 +85,21 @@ class HuggingFaceExport(Configurable):
 
 
 def generation_of(source: str) -> dict[str, Any]:
-    """``generation_config.json`` of a Hugging Face folder or model of the hub; empty if there is none."""
+    """``generation_config.json`` of a Hugging Face folder or model of the hub; empty if there is none.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
     local = Path(source).expanduser()
     if local.is_dir() and not (local / CONFIG).is_file():
         return {}
     path = find_folder(source) / "generation_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no JSON object; mend or remove it")
+    return found

@@ -78,6 +78,8 @@ def download(
     Raises:
         CheckpointError: if it is not there, not allowed, offline and not in the store, or has pickles only.
     """
+    if Path(name).expanduser().exists():
+        raise CheckpointError(f"{name} is on this machine already; use it as it is, or name a model of the hub")  # fmt: skip
     hub = require("huggingface_hub", extra="data", purpose="downloading a model")
     try:
         folder = Path(

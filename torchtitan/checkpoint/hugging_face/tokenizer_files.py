@@ -101,6 +101,24 @@ def _name_special_tokens(folder: Path, settings: dict[str, Any]) -> None:
         found = next((name for name in names if name in ids), None)
         if found is not None and not settings.get(key):
             settings[key] = found
+            if key == "bos_token":
+                _put_before_text(folder / "tokenizer.json", found, ids[found])
+
+
+def _put_before_text(file: Path, name: str, token_id: int) -> None:
+    """Have a ``tokenizer.json`` that adds nothing to text put a token before it, as it is before each document in training."""
+    data = _read(file)
+    if data.get("post_processor") is not None:
+        return
+    first, second = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
+    begin = {"SpecialToken": {"id": name, "type_id": 0}}
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, begin, second],
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
+    }
+    _write(file, data)
 
 
 def _name(token: Any) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from torchtitan.data.chat.conversation import Conversation
 from torchtitan.data.chat.sample import DroppedRow, Sample
 from torchtitan.data.chat.sandbox import TemplateError
-from torchtitan.data.chat.template import ESCAPE, ChatTemplate, Rendered, SpanError
+from torchtitan.data.chat.template import ESCAPE, ChatTemplate, Message, Rendered, SpanError
 from torchtitan.data.document import opening
 from torchtitan.data.source import BadRow
 from torchtitan.data.tokenizer import Tokenizer
@@ -133,7 +133,11 @@ class Encoder:
             switch
             if (switch := row.switches[i]) is not None
             else self.learn == "all"
-            or (i >= row.given and (self.learn != "last" or i == turns[-1]))
+            or (
+                i >= row.given
+                and (self.learn != "last" or i == turns[-1])
+                and _says_something(row.messages[i])
+            )
             for i in turns
         ]
 
@@ -185,3 +189,9 @@ class Encoder:
         for found in (i for i, character in enumerate(text) if character == ESCAPE):
             places[places >= found] += 1
         return ids, places
+
+
+def _says_something(message: Message) -> bool:
+    """Whether there is more in an answer than its end: from empty ones a model would learn to be silent."""
+    texts = [message.get("content"), message.get("reasoning_content")]
+    return bool(message.get("tool_calls")) or any(text and text.strip() for text in texts)

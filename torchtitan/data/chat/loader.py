@@ -1,7 +1,7 @@
 """Batches of packed conversations: the `Loader` for supervised fine-tuning."""
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,7 +9,7 @@ from torchtitan.config.configurable import Problem
 from torchtitan.data.bad_rows import BadRowPolicy
 from torchtitan.data.chat.conversation import Conversation
 from torchtitan.data.chat.encoder import Encoder, Learn, TooLong
-from torchtitan.data.chat.prepared import prepare
+from torchtitan.data.chat.prepared import Prepared, prepare
 from torchtitan.data.chat.sandbox import TemplateError
 from torchtitan.data.chat.source import Chat
 from torchtitan.data.chat.stream import SamplePacking
@@ -38,8 +38,9 @@ class ChatLoader(Loader):
         """What to do with a conversation of more than seq_len tokens: drop it and count it, cut off its end, or stop."""
         packing: Literal["best_fit", "streaming", "none"] = "best_fit"
         """How conversations share rows, each seeing only itself: `best_fit` encodes all of them first and keeps the
-        result (data on this machine only); `streaming` fills rows from a few that are held ready; `none` is one a row."""
-        look_ahead: int = 16
+        result (data on this machine only); `streaming` fills rows from a few that are held ready; `none` is one a row,
+        encoded first too unless the data is streamed."""
+        look_ahead: int = 32
         """Conversations that each row of the global batch holds ready with streaming packing."""
         date: str = "2024-07-26"
         """The date that templates with `strftime_now` write, YYYY-MM-DD; fixed, so that a resumed run sees the same tokens."""
@@ -71,6 +72,25 @@ class ChatLoader(Loader):
             except ValueError:
                 yield Problem("date", self.date, "is no date", "write YYYY-MM-DD")
 
+        def check_epochs(self, epochs: float) -> Iterator[Problem]:
+            """See `Loader.Config.check_epochs`."""
+            reason = "cannot be counted: "
+            if self.packing == "streaming":
+                yield Problem(
+                    "training.epochs",
+                    epochs,
+                    reason + "data.packing=streaming fills rows while it reads",
+                    "set data.packing=best_fit, or training.steps and training.epochs=None",
+                )
+            for number, source in enumerate(self.sources):
+                if isinstance(source, Chat.Config) and getattr(source.rows, "streaming", False):
+                    yield Problem(
+                        "training.epochs",
+                        epochs,
+                        reason + f"data.sources.{number}.rows is streamed, so its end is not known",
+                        "set its streaming=False, or training.steps and training.epochs=None",
+                    )
+
         def encoder(self, tokenizer: Tokenizer, seq_len: int) -> Encoder:
             """The encoder of a run with these settings.
 
@@ -95,20 +115,39 @@ class ChatLoader(Loader):
         def open_sources(
             self, tokenizer: Tokenizer, seq_len: int, policy: BadRowPolicy
         ) -> list[MapSource | SequentialSource]:
-            """Open the conversations; with ``best_fit`` packing, encode and pack them all.
+            """Open the conversations; unless packing is ``streaming``, encode and pack all that can be read in any order.
 
             Raises:
+                ConfigError: if they are to be packed first and can only be read in order.
                 DataError: if they cannot be read, or nothing is left of them.
             """
             encoder = self.encoder(tokenizer, seq_len)
             opened = [s.open(encoder) for s in self.sources if isinstance(s, Chat.Config)]
-            if self.packing != "best_fit":
+            if self.packing == "streaming":
                 return list(opened)
+            for source in opened:
+                if not isinstance(source, Chat) and self.packing == "best_fit":
+                    raise ConfigError(
+                        f"data.packing=best_fit needs all rows at once, but {source.describe()} can only be read in "
+                        "order; set data.packing=streaming"
+                    )
             return [
-                prepare(source, seq_len=seq_len, policy=policy, cache_folder=self.cache_folder)
-                for source in opened
+                prepare(
+                    source,
+                    seq_len=seq_len,
+                    shared=self.packing == "best_fit",
+                    policy=policy,
+                    cache_folder=self.cache_folder,
+                )
                 if isinstance(source, Chat)
+                else source
+                for source in opened
             ]
+
+        def packed_rows(self, sources: Sequence[MapSource | SequentialSource]) -> int | None:
+            """See `Loader.Config.packed_rows`; a pack is a row."""
+            packs = [source for source in sources if isinstance(source, Prepared)]
+            return sum(map(len, packs)) if len(packs) == len(sources) else None
 
         def prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
             """Token ids of ``text`` as a user's question, for the assistant to answer; as it is where there is no template."""

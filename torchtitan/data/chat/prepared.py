@@ -20,7 +20,7 @@ import numpy as np
 
 from torchtitan.data.bad_rows import DOCUMENTS, BadRowPolicy, bad_kinds
 from torchtitan.data.cache import DEFAULT_FOLDER
-from torchtitan.data.chat.packing import best_fit
+from torchtitan.data.chat.packing import pack_all
 from torchtitan.data.chat.sample import Pack, Sample, pack
 from torchtitan.data.chat.source import Chat
 from torchtitan.data.source import BadRow, MapSource
@@ -70,18 +70,25 @@ class Prepared(MapSource):
 
 
 def prepare(
-    source: Chat, *, seq_len: int, policy: BadRowPolicy, cache_folder: str | None
+    source: Chat, *, seq_len: int, shared: bool, policy: BadRowPolicy, cache_folder: str | None
 ) -> Prepared:
     """Encode and pack all rows, or find what an earlier run made of the same data in the same way.
 
     Several processes may ask at once: one does the work, the others wait for it.
+
+    Args:
+        source: the conversations.
+        seq_len: tokens of a row.
+        shared: whether conversations share rows; else a pack is one.
+        policy: what to do with bad rows.
+        cache_folder: where the result is kept; None is ~/.cache/torchtitan.
 
     Raises:
         DataError: if a row cannot be used and the policy is to stop, if there are too many of them or nothing
             is left, or if the folder cannot be written.
     """
     home = Path(cache_folder or DEFAULT_FOLDER).expanduser()
-    folder = home / f"chat-{_key(source, seq_len, policy)}"
+    folder = home / f"chat-{_key(source, seq_len, shared, policy)}"
     try:
         home.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w", encoding="utf-8") as lock:
@@ -89,7 +96,7 @@ def prepare(
             if not folder.exists():
                 temporary = home / f"{folder.name}.{uuid.uuid4().hex}.tmp"
                 try:
-                    _write(source, seq_len, policy, temporary)
+                    _write(source, seq_len, shared, policy, temporary)
                     os.replace(temporary, folder)
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -115,7 +122,7 @@ def prepare(
     return prepared
 
 
-def _write(source: Chat, seq_len: int, policy: BadRowPolicy, folder: Path) -> None:
+def _write(source: Chat, seq_len: int, shared: bool, policy: BadRowPolicy, folder: Path) -> None:
     tokens, learned, starts = array("i"), bytearray(), array("q", [0])
     counts: Counter[str] = Counter()
     for index in range(len(source)):
@@ -137,7 +144,7 @@ def _write(source: Chat, seq_len: int, policy: BadRowPolicy, folder: Path) -> No
             f"{bad_kinds(counts)}; set a longer training.seq_len, another `format` or `columns`, or mend the data"
         )
     lengths = np.diff(np.array(starts))
-    packs = best_fit(lengths.tolist(), seq_len)
+    packs = pack_all(lengths.tolist(), seq_len) if shared else [[i] for i in range(len(lengths))]
     folder.mkdir()
     np.save(folder / "tokens.npy", np.array(tokens, dtype=np.int32))
     np.save(folder / "learned.npy", np.frombuffer(learned, dtype=np.bool_))
@@ -154,7 +161,7 @@ def _write(source: Chat, seq_len: int, policy: BadRowPolicy, folder: Path) -> No
     (folder / _REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
-def _key(source: Chat, seq_len: int, policy: BadRowPolicy) -> str:
+def _key(source: Chat, seq_len: int, shared: bool, policy: BadRowPolicy) -> str:
     """Everything that decides what is prepared: data, tokenizer, template, options, and the code."""
     encoder = source.reader.encoder
     template = encoder.template
@@ -162,7 +169,7 @@ def _key(source: Chat, seq_len: int, policy: BadRowPolicy) -> str:
         source.fingerprint(),
         encoder.tokenizer.fingerprint(),
         template and (template.text, template.today.isoformat()),
-        (seq_len, encoder.learn, encoder.too_long, repr(policy)),
+        (seq_len, shared, encoder.learn, encoder.too_long, repr(policy)),
         _code_version(),
     )
     return hashlib.sha256(repr(parts).encode("utf-8")).hexdigest()[:20]

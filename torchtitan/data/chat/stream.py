@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 
 from torchtitan.batch import IGNORE_INDEX
+from torchtitan.data.chat.packing import best_subset
 from torchtitan.data.chat.sample import Pack
 from torchtitan.data.source import BadRow
 from torchtitan.data.stream import Row, Stream, StreamState
+
+_PLENTY = 2
+"""Samples that wait are chosen from while they have this many times the tokens of the room: about half of them are taken,
+which leaves the most choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class SamplePacking:
     """How a stream fills its rows.
 
     Attributes:
-        look_ahead: samples held ready, from which the one that fits best is taken.
+        look_ahead: samples held ready, from which those that fill a row best are taken.
         one_per_row: leave the rest of a row empty.
     """
 
@@ -37,8 +42,8 @@ class _Waiting:
 class SampleStream(Stream):
     """Packs samples into rows without cutting any, endlessly.
 
-    A row begins with the sample that waits longest; then comes, again and again, the longest waiting one that
-    fits. What stays empty is one more document, of end tokens without labels, so that no sample sees it.
+    A row begins with the sample that waits longest. While there is much room, the next ones follow in their order; the
+    last part of a row gets those that fill it best. What stays empty is one more document, of end tokens without labels, so that no sample sees it.
 
     Its state has besides: ``pending``, ``[source, count]`` of the samples that wait; ``rows`` made so far and
     ``filled``, their tokens without the empty ones.
@@ -75,7 +80,7 @@ class SampleStream(Stream):
         row = np.empty((4, self.seq_len), dtype=np.int32)
         tokens, labels, positions, document_ids = row
         place, n_samples = 0, 0
-        while (pack := self._next_pack(self.seq_len - place, first=n_samples == 0)) is not None:
+        for pack in self._packs_of_row():
             for sample in pack.samples:
                 here = slice(place, place + len(sample))
                 tokens[here], labels[here] = sample.tokens, sample.labels()
@@ -90,20 +95,32 @@ class SampleStream(Stream):
         self._filled += place
         return row
 
-    def _next_pack(self, space: int, *, first: bool) -> Pack | None:
-        if not first and (self.packing.one_per_row or not space):
-            return None
+    def _packs_of_row(self) -> list[Pack]:
+        """Which packs the next row has; they wait no more."""
+        self._wait_for_more()
+        packs = [self._waiting.pop(0).pack]
+        if self.packing.one_per_row:
+            return packs
+        space = self.seq_len - packs[0].n_tokens
+        lengths = self._wait_for_more()
+        while lengths[0] <= space and sum(lengths) <= _PLENTY * space:
+            packs.append(self._waiting.pop(0).pack)
+            space -= packs[-1].n_tokens
+            lengths = self._wait_for_more()
+        chosen = best_subset(lengths, space)
+        packs += [self._waiting[number].pack for number in chosen]
+        for number in reversed(chosen):
+            self._waiting.pop(number)
+        return packs
+
+    def _wait_for_more(self) -> list[int]:
+        """Take packs until so many wait as shall; the tokens of each."""
         while len(self._waiting) < self.packing.look_ahead:
             part = self._take_next()
             pack: Pack = part.text
             self._tokens[self._source] += pack.n_tokens
             self._waiting.append(_Waiting(self._source, self._taken[self._source] - 1, pack))
-        fitting = [i for i, item in enumerate(self._waiting) if item.pack.n_tokens <= space]
-        if first:
-            return self._waiting.pop(0).pack
-        if not fitting:
-            return None
-        return self._waiting.pop(max(fitting, key=lambda i: self._waiting[i].pack.n_tokens)).pack
+        return [item.pack.n_tokens for item in self._waiting]
 
     def _waiting_again(self, pending: list[list[int]]) -> list[_Waiting]:
         """Read again what was waiting; a source that is read in order gives what lies between, too."""

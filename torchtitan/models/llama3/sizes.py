@@ -7,30 +7,21 @@ from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.layers.rope_scaling import Llama3Scaling
+from torchtitan.models.size import DecoderSize
 
 VOCAB_SIZE = 128_256
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """One row: the shape of a model.
+class Size(DecoderSize):
+    """One row.
 
     Attributes:
-        dim: width of the residual stream.
-        n_layers: blocks.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        ffn_dim: width of the feed-forward layer.
         rope_factor: stretch of the context (Llama 3.1: 8, Llama 3.2: 32); None for none.
         tied: the head uses the embedding's weight.
         vocab_size: rows of the embedding.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
     rope_factor: float | None
     tied: bool = False
     vocab_size: int = VOCAB_SIZE

@@ -6,18 +6,14 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.size import DecoderSize
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """One row: the shape of a model.
+class Size(DecoderSize):
+    """One row.
 
     Attributes:
-        dim: width of the residual stream.
-        n_layers: blocks.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        ffn_dim: width of the feed-forward layer.
         vocab_size: rows of the embedding.
         context_length: tokens that it is made for.
         theta: of the position embedding.
@@ -25,11 +21,6 @@ class Size:
         window: keys that a query sees; None for all.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
     vocab_size: int
     context_length: int
     theta: float = 1e6

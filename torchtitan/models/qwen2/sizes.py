@@ -7,28 +7,19 @@ from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.size import DecoderSize
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """One row: the shape of a model.
+class Size(DecoderSize):
+    """One row.
 
     Attributes:
-        dim: width of the residual stream.
-        n_layers: blocks.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        ffn_dim: width of the feed-forward layer.
         tied: the head uses the embedding's weight.
         vocab_size: rows of the embedding.
         context_length: tokens that it is made for.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
     tied: bool = False
     vocab_size: int = 152_064
     context_length: int = 131_072

@@ -9,20 +9,16 @@ from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
 from torchtitan.models.layers.rope import RoPE
 from torchtitan.models.layers.router import Router
+from torchtitan.models.size import DecoderSize
 
 VOCAB_SIZE = 151_936
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """One row: the shape of a model.
+class Size(DecoderSize):
+    """One row.
 
     Attributes:
-        dim: width of the residual stream.
-        n_layers: blocks.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        ffn_dim: width of the feed-forward layer, or of one expert.
         head_dim: features of a head.
         n_experts: experts of a layer; 0 for a dense model.
         top_k: experts of a token.
@@ -31,11 +27,6 @@ class Size:
         vocab_size: rows of the embedding.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
     head_dim: int = 128
     n_experts: int = 0
     top_k: int = 0

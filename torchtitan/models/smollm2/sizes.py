@@ -6,27 +6,18 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.feed_forward import SwiGLU
 from torchtitan.models.layers.rope import RoPE
+from torchtitan.models.size import DecoderSize
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """One row: the shape of a model.
+class Size(DecoderSize):
+    """One row.
 
     Attributes:
-        dim: width of the residual stream.
-        n_layers: blocks.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        ffn_dim: width of the feed-forward layer.
         theta: of the position embedding.
         vocab_size: rows of the embedding.
     """
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
     theta: float = 1e5
     vocab_size: int = 49_152
 

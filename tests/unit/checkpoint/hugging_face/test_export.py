@@ -138,6 +138,18 @@ def test_the_bundled_tokenizer_names_its_end(tmp_path):
     assert read_json(tmp_path / "m" / "generation_config.json")["eos_token_id"] == [built.eos_id]
 
 
+@pytest.mark.filterwarnings("ignore")  # those of transformers
+def test_text_begins_in_transformers_as_it_did_in_training(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config, model = small()
+    exported(tmp_path / "m", config, model, tokenizer=BUNDLED)
+    bundled = Tokenizer.Config().build()
+    want = [bundled.bos_id, *bundled.encode("def main")]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m")("def main").input_ids == want
+    again = Tokenizer.Config(path=str(tmp_path / "m")).build()
+    assert [again.bos_id, *again.encode("def main")] == want
+
+
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     config, model = small()
     (tmp_path / "t").mkdir()

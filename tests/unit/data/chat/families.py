@@ -113,7 +113,7 @@ def folder(name: str) -> Path:
     tok.save(str(path / "tokenizer.json"))
     settings = {"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"}
     if bos:
-        settings["bos_token"] = bos
+        settings |= {"bos_token": bos, "add_bos_token": True}
     (path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     text = (TEMPLATES / f"{name.partition('_')[0]}.jinja").read_text(encoding="utf-8")
     (path / "chat_template.jinja").write_text(text, encoding="utf-8")

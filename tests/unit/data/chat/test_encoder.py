@@ -1,14 +1,26 @@
+import datetime
+import functools
+import itertools
+import json
+import shutil
+import unicodedata
+
 import numpy as np
 import pytest
 
-from tests.unit.data.chat.families import FAMILIES, template, tokenizer
+from tests.unit.data.chat.families import FAMILIES, folder, template, tokenizer
 from torchtitan.batch import IGNORE_INDEX
+from torchtitan.data import Files, Tokenizer
 from torchtitan.data.chat.conversation import conversation
 from torchtitan.data.chat.encoder import Encoder
+from torchtitan.data.chat.loader import ChatLoader
 from torchtitan.data.chat.sample import DroppedRow
 from torchtitan.data.chat.show import BRACKETED, shown
+from torchtitan.data.chat.source import Chat
 from torchtitan.data.source import BadRow
 from torchtitan.errors import ConfigError, DataError
+from torchtitan.generation.source import Source as Generated
+from torchtitan.models.decoder import Decoder
 
 TURNS = {
     "messages": [
@@ -69,6 +81,83 @@ def test_the_end_of_turn_is_a_target_exactly_once_also_where_it_is_the_padding_t
     assert (sample(TURNS).tokens == end).sum() == 5  # with the system's and the user's
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "streaming", "none"])
+def test_rows_that_are_filled_up_with_the_end_of_turn_still_learn_it(packing, tmp_path):
+    """What fills a row up is told by its place, not by its id: the end of a turn, in a prompt too, stays what it is."""
+    tok = tokenizer("chatml")
+    end = tok.vocab["<|im_end|>"]
+    rows = [
+        {"messages": [*TURNS["messages"][:2], {"role": "user", "content": "x " * i}, TURNS["messages"][3]]}
+        for i in range(12)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    loader = ChatLoader.Config(
+        sources=[Chat.Config(rows=Files.Config(path=str(tmp_path / "chats.jsonl")))],
+        n_workers=0,
+        packing=packing,
+        cache_folder=str(tmp_path),
+    )
+    batch = loader.build(
+        tokenizer=tok, seq_len=200, global_batch_rows=2, dp_rank=0, dp_world_size=1, seed=0
+    ).next().batch  # fmt: skip
+    n_samples = 0
+    for tokens, labels, ids in zip(
+        batch["tokens"], batch["labels"], batch["document_ids"], strict=True
+    ):
+        for number in ids.unique():
+            own = labels[ids == number]
+            if (own == IGNORE_INDEX).all():
+                assert number == ids[-1]
+                assert set(tokens[ids == number].tolist()) == {end}
+                continue
+            assert own[own != IGNORE_INDEX][-1] == end
+            assert (own == end).sum() == 2
+            assert (tokens[ids == number] == end).sum() == 5  # all seen by the answer, not only two
+            n_samples += 1
+    assert n_samples >= 2
+
+
+AUTO_BOS = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|begin_of_text|>": {"id": "<|begin_of_text|>", "ids": [0], "tokens": ["<|begin_of_text|>"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template_has_bos", [True, False])
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_no_path_adds_a_second_beginning_token(adds_bos, template_has_bos, tmp_path):
+    """Of a conversation it is the template's, on the way to training and to an answer; of text the tokenizer's."""
+    shutil.copytree(folder("llama3"), tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    bos = next(t["id"] for t in data["added_tokens"] if t["content"] == "<|begin_of_text|>")
+    AUTO_BOS["special_tokens"]["<|begin_of_text|>"]["ids"] = [bos]
+    data["post_processor"] = AUTO_BOS if adds_bos else None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    path = tmp_path / "chat_template.jinja"
+    text = path.read_text(encoding="utf-8")
+    assert "{{- bos_token }}" in text
+    if not template_has_bos:
+        path.write_text(text.replace("{{- bos_token }}", ""), encoding="utf-8")
+    tok = Tokenizer.Config(path=str(tmp_path)).build()
+    assert tok.bos_id == bos
+    loader = ChatLoader.Config(sources=[], date=str(datetime.date.today()))
+    encoder = loader.encoder(tok, 512)
+    trained = encoder.encode(conversation(TURNS, "here"), "here").tokens.tolist()
+    asked = Generated(Decoder.__new__(Decoder), tok, {})
+    prompt = asked.encode_chat(TURNS["messages"][:1])
+    assert trained.count(bos) == prompt.count(bos) == int(template_has_bos)
+    assert trained[: len(prompt)] == prompt
+    plain = encoder.encode(conversation({"text": "abc"}, "here"), "here").tokens.tolist()
+    assert plain[:-1] == asked.encode("abc")
+    assert plain.count(bos) == 1
+    assert plain[0] == bos
+
+
 def test_what_is_learned_can_be_chosen():
     assert learned(TURNS, learn="last") == ["six<|im_end|>"]
     assert learned(switched(False, True)) == ["six<|im_end|>"]
@@ -79,6 +168,28 @@ def test_what_is_learned_can_be_chosen():
     assert learned(switched(False, None), learn="all")[0].endswith("<|im_start|>assistant\n")
     given = {"prompt": TURNS["messages"][:3], "completion": TURNS["messages"][3:]}
     assert learned(given) == ["six<|im_end|>"]
+
+
+def test_an_answer_that_says_nothing_is_not_learned():
+    """From empty answers a model would learn to be silent."""
+    first, question = TURNS["messages"][1:3]
+
+    def answered(*answers):
+        asked = [TURNS["messages"][0], question]
+        turns = [m for pair in zip(asked, answers, strict=False) for m in pair]
+        return {"messages": turns}
+
+    for nothing in ({"content": ""}, {"content": " \n"}):
+        empty = {"role": "assistant", **nothing}
+        assert learned(answered(first, empty)) == ["4<|im_end|>"]
+        assert learned(answered(empty, first)) == ["4<|im_end|>"]
+        for learn in ("assistant", "last"):
+            with pytest.raises(DroppedRow) as drop:
+                sample(answered(empty), learn=learn)
+            assert drop.value.kind == "no_target"
+        assert learned(answered(empty | {"train": True}))[0].endswith("<|im_end|>")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+    assert "f" in learned({"messages": [TURNS["messages"][0], call]}, "qwen3")[0]
 
 
 def test_labels_are_the_next_tokens():
@@ -110,6 +221,74 @@ def test_the_prompt_is_tokenised_as_at_inference(prompt, completion):
     found = sample({"prompt": prompt, "completion": completion})
     assert found.tokens[: (~found.learned).sum()].tolist() == tokenizer("chatml").encode(prompt)
     assert learned({"prompt": prompt, "completion": completion}) == [completion + "<|im_end|>"]
+
+
+def post_processed(name, trim_offsets, kind, tmp_path):
+    """The tokenizer of a family with a post-processor as GPT-2 (alone) and Llama 3 (with a template for bos) have."""
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": trim_offsets, "use_regex": True,
+    }  # fmt: skip
+    sequence = {"type": "Sequence", "processors": [byte_level]}
+    roberta = {
+        "type": "RobertaProcessing", "sep": ["<|im_end|>", 2], "cls": ["<|im_start|>", 1],
+        "trim_offsets": trim_offsets, "add_prefix_space": False,
+    }  # fmt: skip
+    shutil.copytree(folder(name), tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    data["post_processor"] = {"gpt2": byte_level, "llama3": sequence, "roberta": roberta}[kind]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    return Tokenizer.Config(path=str(tmp_path)).build()
+
+
+@functools.cache
+def spaced(name):
+    """Rows with spaces on both sides of the join, and their samples by a tokenizer without post-processor."""
+    spaces, rows = ["", " ", "  ", "\n", " \n ", "   "], []
+    for before, inside, after in itertools.product(spaces, spaces[:3], ["", "  "]):
+        prompt, answer = f"Say:{before}", f"{inside}four{after}"
+        rows.append({"prompt": prompt, "completion": answer})
+        said = {"role": "assistant", "content": answer}
+        asked = "<|im_end|>" * (before == " ") + prompt
+        rows.append({"messages": [{"role": "user", "content": asked}, said]})
+        found, tok = sample(rows[-2], name), tokenizer(name)
+        assert tok.decode(found.tokens[found.learned].tolist()[:-1]) == answer
+        assert tok.decode(found.tokens[~found.learned].tolist()).endswith(prompt)
+    return [(row, sample(row, name)) for row in rows]
+
+
+@pytest.mark.parametrize("trim_offsets", [True, False])
+@pytest.mark.parametrize(("name", "kind"), [("chatml", "gpt2"), ("llama3", "llama3"), ("qwen3", "gpt2"), ("chatml", "roberta")])  # fmt: skip
+def test_offsets_that_a_tokenizer_trims_do_not_move_what_is_learned(
+    name, kind, trim_offsets, tmp_path
+):
+    """`trim_offsets` leaves the spaces of a token out of its offsets, so that it seems to begin after them."""
+    tok = post_processed(name, trim_offsets, kind, tmp_path)
+    assert tok.encode("  a b  ") == tokenizer(name).encode("  a b  ")
+    ours = Encoder(tok, template(name), 512)
+    for row, want in spaced(name):
+        got = ours.encode(conversation(row, "here"), "here")
+        assert got.tokens.tolist() == want.tokens.tolist(), row
+        assert got.learned.tolist() == want.learned.tolist(), row
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC", "NFD"])
+@pytest.mark.parametrize(
+    "text", ["e\u0301", "\ufb01 \u00bd", "\u1e9b\u0323", "日本 \U0001f600\u200d"]
+)
+def test_text_that_a_tokenizer_normalises_does_not_move_what_is_learned(form, text, tmp_path):
+    """Qwen's composes; the number of characters changes before and in the answer."""
+    shutil.copytree(folder("qwen3"), tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    data["normalizer"] = {"type": form}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    tok = Tokenizer.Config(path=str(tmp_path)).build()
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{text} four"}]
+    found = Encoder(tok, template("qwen3"), 512).encode(
+        conversation({"messages": messages}, "here"), "here"
+    )
+    learned_text = tok.decode(found.tokens[found.learned].tolist())
+    normal = unicodedata.normalize(form, f"{text} four<|im_end|>")
+    assert learned_text.removeprefix("<think>\n\n</think>\n\n") == normal
 
 
 def test_an_answer_that_begins_with_a_line_end():
