@@ -181,16 +181,11 @@ def main() -> None:
     """Measure, print a table and optionally write it as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each (default 40)")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--threads", type=int, help="of each contestant; the default is torch's")
-    parser.add_argument("--compile", action="store_true", help="each compiles as it does")
+    parser.add_argument("--dim", type=int, default=256, help="a multiple of 128")
     parser.add_argument(
         "--without", nargs="*", default=[], help="words of contestants to leave out"
     )
-    parser.add_argument("--json", type=Path, help="write the result there too")
+    add_sizes(parser)
     args = parser.parse_args()
     head = machine()
     environ = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
