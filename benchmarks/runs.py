@@ -65,7 +65,7 @@ class Ranks:
         *,
         ranks: int = 1,
         threads: int | None = None,
-        timeout_s: float = 600,
+        timeout_s: float = 3600,
     ) -> None:
         threads = threads or max(1, (os.cpu_count() or 1) // ranks)
         together = {} if ranks == 1 else _meeting(ranks)
