@@ -4,7 +4,7 @@ The Trainer stops between its steps; there the same process multiplies matrices:
 can, and ones of the model's own shape (tokens x dim by dim x ffn_dim). A step's rate is the model's FLOPs for its tokens over the
 whole time of the step, data and update included, beside the mean of the rates just before and just after it.
 
-    python benchmarks/achieved_flops.py [--dim 256 768] [--layers 4] [--rounds 20] [--compile] [--json FILE]
+    python -m benchmarks.achieved_flops [--dim 256 768] [--layers 4] [--rounds 20] [--compile] [--json FILE]
 """
 
 import argparse
@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from peers import Worker, machine, ratios, spread, table, write_json
-from step_speed import CHECKED_STEPS, add_sizes, make_contest
+from benchmarks.peers import Worker, machine, ratios, spread, table, write_json
+from benchmarks.step_speed import CHECKED_STEPS, add_sizes, make_contest
 
 SQUARE = 2048
 

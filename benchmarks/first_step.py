@@ -3,7 +3,7 @@
 Each is a process of its own, started in turn with the others, round by round. Help and imports are whole processes. The first step
 is that of `step_speed`: from the start of Python to the end of the step, with imports, reading the model's folder, data and optimizer.
 
-    python benchmarks/first_step.py [--rounds 5] [--json FILE]
+    python -m benchmarks.first_step [--rounds 5] [--json FILE]
 
 At the first use the peers are installed, each into an environment of its own.
 """
@@ -20,26 +20,44 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import ROOT, Spread, Worker, environment, in_turn, machine, spread, table, write_json
-from step_speed import BARE, HF, OURS, PEERS, TORCHTUNE, Environment, make_contest
+from benchmarks.peers import (
+    ROOT,
+    Spread,
+    Worker,
+    environment,
+    in_turn,
+    machine,
+    spread,
+    table,
+    write_json,
+)
+from benchmarks.step_speed import BARE, HF, OURS, PEERS, TORCHTUNE, Environment, make_contest
 
 HERE: Environment | None = None  # the one that runs this
-PUBLIC: Environment = "torchtitan_public", ["torchtitan==0.3.0"]
+PUBLIC: Environment = "torchtitan_public", ["torchtitan==0.3.0", "triton==3.7.1"]
 
 Measured = dict[str, float]
 """``seconds``, of the clock, and ``cpu_s``, user and system, of the process and those that it starts."""
 
-MAIN = "import sys; from {} import main; sys.exit(main({}))"
-HELP = {
-    "torchtitan --help": (HERE, MAIN.format("torchtitan.cli.main", "['--help']")),
-    "accelerate --help": (HF, MAIN.format("accelerate.commands.accelerate_cli", "")),
-    "transformers --help": (HF, MAIN.format("transformers.cli.transformers", "")),
-    "tune --help": (TORCHTUNE, MAIN.format("torchtune._cli.tune", "")),
+MAIN = "import sys; from {} import main; sys.exit(main())"  # what a console script is
+OUR_CLI = HERE, MAIN.format("torchtitan.cli.main")
+ACCELERATE = HF, MAIN.format("accelerate.commands.accelerate_cli")
+TUNE = TORCHTUNE, MAIN.format("torchtune._cli.tune")
+PUBLIC_CLI = PUBLIC, "import runpy; runpy.run_module('torchtitan.train', run_name='__main__')"
+HELP = {  # command: what runs it, arguments
+    "torchtitan --help": (*OUR_CLI, "--help"),
+    "accelerate --help": (*ACCELERATE, "--help"),
+    "transformers --help": (HF, MAIN.format("transformers.cli.transformers"), "--help"),
+    "tune --help": (*TUNE, "--help"),
 }
 HELP_OF_A_RUN = {
-    "torchtitan train --help": (HERE, MAIN.format("torchtitan.cli.main", "['train', '--help']")),
-    "accelerate launch --help": (HF, MAIN.format("accelerate.commands.accelerate_cli", "")),
-    "tune run --help": (TORCHTUNE, MAIN.format("torchtune._cli.tune", "")),
+    "torchtitan train --help": (*OUR_CLI, "train", "--help"),
+    "accelerate launch --help": (*ACCELERATE, "launch", "--help"),
+    "tune run --help": (*TUNE, "run", "--help"),
+    "public torchtitan 0.3.0 --help": (
+        *PUBLIC_CLI,
+        *("--module", "llama3", "--config", "llama3_debugmodel", "--help"),
+    ),
 }
 IMPORTS = {  # what a training script imports
     "torch": (HERE, "import torch"),
@@ -112,11 +130,8 @@ def measures_of(folder: str, setup: dict[str, Any], args: argparse.Namespace) ->
     if args.threads:
         environ["OMP_NUM_THREADS"] = str(args.threads)
     return {
-        "help": {name: process(*of, "--help") for name, of in kept(HELP).items()},
-        "help of a run": {
-            name: process(*of, name.split()[1], "--help")
-            for name, of in kept(HELP_OF_A_RUN).items()
-        },
+        "help": {name: process(*of) for name, of in kept(HELP).items()},
+        "help of a run": {name: process(*of) for name, of in kept(HELP_OF_A_RUN).items()},
         "import": {name: process(*of) for name, of in kept(IMPORTS).items()},
         "first step": {
             name: partial(

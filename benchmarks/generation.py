@@ -1,9 +1,10 @@
 """Is generation faster than transformers.generate, with the same weights and the same tokens?
 
 A Llama with random weights is written as a Hugging Face folder and loaded by both. Greedy tokens must be equal before anything is timed;
-then both generate in turn, and each round gives one ratio.
+then both generate in turn, which of them first by turns, and each round gives one ratio, of time and of CPU time: on a machine that
+others use too, the second with one thread is what says more.
 
-    python benchmarks/generation.py [--batch 1 8] [--new-tokens 64] [--layers 12] [--dim 576] [--rounds 5] [--json FILE]
+    python benchmarks/generation.py [--batch 1 8] [--new-tokens 64] [--layers 12] [--dim 576] [--rounds 6] [--threads N] [--json FILE]
 
 Needs the package transformers.
 """
@@ -13,7 +14,9 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from torchtitan.checkpoint.agreement import Agreement
-from torchtitan.checkpoint.hugging_face.folder import read_model
-from torchtitan.checkpoint.initial import load_initial
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.generation.generator import Generator
 from torchtitan.generation.sampling import Sampling
-from torchtitan.models.decoder import Decoder
+from torchtitan.generation.source import open_source
 
 GREEDY = Sampling.Config(temperature=0)
 
@@ -56,12 +57,8 @@ def both(args: argparse.Namespace) -> tuple[Any, Generator]:
     theirs.generation_config.pad_token_id = 0
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        model_config = read_model(Path(folder))[1]
-        model = model_config.build()
-        load_initial(folder, model_config, model, Agreement())
-    if not isinstance(model, Decoder):
-        raise TypeError(f"a {type(model).__name__} is no decoder")
-    return theirs, Generator(model.requires_grad_(False), _NoText())
+        source = open_source(folder, device=torch.device("cpu"), tokenizer=Tokenizer.Config())
+    return theirs, Generator(source.model, _NoText())
 
 
 def prompts_of(n_rows: int, args: argparse.Namespace) -> list[list[int]]:
@@ -88,6 +85,18 @@ def our_tokens(ours: Generator, prompts: list[list[int]], n_new: int) -> list[li
     return [c.ids for c in ours.generate(prompts, GREEDY, max_new_tokens=n_new)]
 
 
+def timed(work: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds, and CPU seconds of all threads."""
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - start, time.process_time() - cpu
+
+
+def spread(ratios: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
 def main() -> None:
     """Compare, print a table and optionally write it as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -97,9 +106,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dim", type=int, default=576, help="a multiple of 64")
     parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--json", type=Path, help="write the result there too")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     theirs, ours = both(args)
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
@@ -108,24 +120,28 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "rounds": {},
     }
-    print(f"{'batch':>5}{'ours':>14}{'transformers':>18}{'times as fast (range)':>28}")
+    heads = ("ours", "transformers", "times as fast (range)", "in CPU time (range)")
+    print(f"{'batch':>5}{heads[0]:>14}{heads[1]:>18}{heads[2]:>28}{heads[3]:>28}")
     for n_rows in args.batch:
         prompts = prompts_of(n_rows, args)
         if our_tokens(ours, prompts, 8) != their_tokens(theirs, prompts, 8):
             raise SystemExit(f"the tokens differ at batch {n_rows}")
-        pairs: list[tuple[float, float]] = []
-        for _ in range(args.rounds):
-            begin = time.perf_counter()
-            our_tokens(ours, prompts, args.new_tokens)
-            middle = time.perf_counter()
-            their_tokens(theirs, prompts, args.new_tokens)
-            pairs.append((middle - begin, time.perf_counter() - middle))
-        ratios = [b / a for a, b in pairs]
+        both_ways = [
+            partial(our_tokens, ours, prompts, args.new_tokens),
+            partial(their_tokens, theirs, prompts, args.new_tokens),
+        ]
+        rounds: list[list[tuple[float, float]]] = []
+        for number in range(args.rounds):
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            taken = {i: timed(both_ways[i]) for i in order}
+            rounds.append([taken[0], taken[1]])
+        times, cpu_times = ([b[kind] / a[kind] for a, b in rounds] for kind in (0, 1))
         tokens = n_rows * args.new_tokens
-        speeds = [tokens / statistics.median(column) for column in zip(*pairs, strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        print(f"{n_rows:>5}{speeds[0]:>10.1f} t/s{speeds[1]:>14.1f} t/s{spread:>28}")
-        result["rounds"][str(n_rows)] = pairs
+        speeds = [tokens / statistics.median(r[side][0] for r in rounds) for side in (0, 1)]
+        print(
+            f"{n_rows:>5}{speeds[0]:>10.1f} t/s{speeds[1]:>14.1f} t/s{spread(times):>28}{spread(cpu_times):>28}"
+        )
+        result["rounds"][str(n_rows)] = rounds
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,7 @@
 """How do step time and memory grow with sequence length, layers, batch and ranks?
 
-Time is measured: steps of one run for each value, in turn, on this machine. Memory is that of a rank: counted on fake
+Time is measured: steps of one run for each value, in turn, on one thread of this machine, in seconds of the CPU (what
+others do on it counts little). Memory is that of a rank: counted on fake
 tensors and fake ranks (`torchtitan.planner.verify.track`), beside the planner's closed form. For each axis a line is
 fitted (what one more costs, and what is there without), and a power law (its exponent: 1 is proportional, 0 constant),
 over all values and over the last two, where what does not grow weighs least. Ranks have a row each and share the model: the
@@ -15,6 +16,7 @@ import copy
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import Spread, in_turn, machine, spread, table, write_json
-from benchmarks.runs import Run, timed, without_files
+from benchmarks.runs import Run, without_files
 from torchtitan.planner.verify import plan_tracked, track
 from torchtitan.planner.work import work_of
 from torchtitan.trainer import Trainer
@@ -108,7 +110,7 @@ class Point:
         flops: of a step on a rank, computed again included.
         counted: bytes of a rank, tracked.
         planned: the same by the closed form.
-        seconds: of a step; None where it is not measured.
+        seconds: of the CPU for a step; None where it is not measured.
     """
 
     value: int
@@ -129,20 +131,31 @@ def config_of(axis: Axis, value: int, recompute: Any) -> Trainer.Config:
     return config
 
 
+def cpu_s(run: Run) -> float:
+    """CPU seconds of a step."""
+    rows = run.rows()
+    begin = time.process_time()
+    run.step(rows)
+    return time.process_time() - begin
+
+
 def times(configs: dict[int, Trainer.Config], rounds: int) -> dict[int, Spread]:
-    """Seconds of a step for each value, in turn in one process."""
+    """CPU seconds of a step for each value, in turn in one process and thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         runs: dict[int, Run] = {}
         for value, config in configs.items():
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             runs[value] = Run(copy.deepcopy(config), folder)
         measures = {
-            str(value): lambda run=run: statistics.median(timed(run, 1)[0] for _ in range(3))
+            str(value): lambda run=run: statistics.median(cpu_s(run) for _ in range(3))
             for value, run in runs.items()
         }
         found = in_turn(measures, rounds=rounds, warmup=1)
         for run in reversed(runs.values()):
             run.trainer.close()
+    torch.set_num_threads(threads)
     return {int(value): spread(seconds) for value, seconds in found.items()}
 
 
@@ -195,14 +208,28 @@ def tell(name: str, axis: Axis, found: Sequence[Point]) -> None:
         )
         for point in found
     ]
-    header = (name, "step, s (quartiles)", "GFLOP", "counted, MiB", "planned, MiB", "difference")
+    header = (
+        name,
+        "step, CPU s (quartiles)",
+        "GFLOP",
+        "counted, MiB",
+        "planned, MiB",
+        "difference",
+    )
     print(table(rows, header=header) + "\n")
-    units = {"seconds": ("s", 1), "flops": ("GFLOP", 1e9)}
+    units = {"seconds": ("CPU s", 1), "flops": ("GFLOP", 1e9)}
     rows = []
     for what, grown in fits(name, found).items():
         unit, size = units.get(what, ("MiB", MIB))
         line = f"{grown.slope / size:.3g} {axis.unit} + {grown.intercept / size:.3g}"
-        rows.append((f"{what}, {unit}", line, f"{grown.exponent:.2f}", f"{grown.last:.2f}"))
+        rows.append(
+            (
+                f"{what}, {unit}" if what != "seconds" else f"step, {unit}",
+                line,
+                f"{grown.exponent:.2f}",
+                f"{grown.last:.2f}",
+            )
+        )
     print(table(rows, header=(f"by {name}", "line", "exponent", "of the last two")) + "\n")
 
 

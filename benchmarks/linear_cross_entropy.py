@@ -2,7 +2,7 @@
 
 For each way to compute the cross-entropy of a projection, with the gradients of states and weight: the memory that it adds at its
 peak (high-water mark of the process, in a process of its own, Linux), and its time as a ratio to the dense one (all ways in one process,
-in turn, median of the rounds with the range). Losses and gradients are compared before anything is measured. Liger-style is the
+in turn, median of the rounds with quartiles; of the clock, and of the CPU, which counts on a busy machine with --threads 1). Losses and gradients are compared before anything is measured. Liger-style is the
 algorithm of Liger-Kernel (arXiv:2410.10989 section 3.2) in plain torch.
 
 The aims at a vocabulary of 128,256: a sixth of the dense one's memory, at most 1.15 times its time.
@@ -144,8 +144,8 @@ def added_peak(name: str, args: argparse.Namespace) -> int:
     return size
 
 
-def times(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each round; all ways in turn, after their results were compared with the dense one's."""
+def times(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round by the clock and of CPU; all ways in turn, after they were compared with the dense one."""
     inputs = problem(args)
     want = step(dense, *inputs)
     limit = 1e-4 if args.dtype == "float32" else 3e-2
@@ -154,12 +154,15 @@ def times(args: argparse.Namespace) -> dict[str, list[float]]:
             difference = ((a.float() - b.float()).norm() / b.float().norm()).item()
             if difference > limit:
                 raise SystemExit(f"{name} differs from the dense computation by {difference}")
-    found: dict[str, list[float]] = {name: [] for name in ways()}
+    found: dict[str, dict[str, list[float]]] = {
+        kind: {name: [] for name in ways()} for kind in ("seconds", "cpu_s")
+    }
     for _ in range(args.rounds):
         for name, way in ways().items():
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             step(way, *inputs)
-            found[name].append(time.perf_counter() - begin)
+            found["seconds"][name].append(time.perf_counter() - begin)
+            found["cpu_s"][name].append(time.process_time() - cpu)
     return found
 
 
@@ -177,8 +180,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     head = machine()
-    seconds = times(args)
-    peaks = {name: added_peak(name, args) for name in seconds}
+    taken = times(args)
+    peaks = {name: added_peak(name, args) for name in ways()}
     gradients = (args.tokens + args.vocab) * args.dim * getattr(torch, args.dtype).itemsize
     print(
         f"{args.tokens} tokens, dim {args.dim}, vocabulary {args.vocab}, {args.dtype}, {args.masked:.0%} masked; "
@@ -189,13 +192,14 @@ def main() -> None:
             name,
             f"{peaks[name] / 2**20:.0f}",
             f"{peaks['dense'] / peaks[name]:.1f}x",
-            str(spread(ratios(values, seconds["dense"]))),
+            *(str(spread(ratios(of[name], of["dense"]))) for of in taken.values()),
         )
-        for name, values in seconds.items()
+        for name in peaks
     ]
-    print(table(rows, header=("", "added peak, MiB", "dense / it", "time / dense (quartiles)")))
+    header = ("", "added peak, MiB", "dense / it", "time / dense (quartiles)", "CPU time / dense")
+    print(table(rows, header=header))
     shown = {key: value for key, value in vars(args).items() if key != "json"}
-    result = {"torch": torch.__version__, **shown, "peak_bytes": peaks, "seconds": seconds}
+    result = {"torch": torch.__version__, **shown, "peak_bytes": peaks, **taken}
     write_json(args.json, {**head, **result})
 
 

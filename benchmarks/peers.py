@@ -187,7 +187,8 @@ def in_turn(
         rounds: that count.
         warmup: rounds before them, which do not.
     """
-    names, found = list(measures), {name: list[T]() for name in measures}
+    names = list(measures)
+    found: dict[str, list[T]] = {name: [] for name in names}
     for number in range(warmup + rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:

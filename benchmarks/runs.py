@@ -38,7 +38,9 @@ def without_files(config: Trainer.Config) -> Trainer.Config:
     config = copy.deepcopy(config)
     config.data = Loader.Config(sources=[Embedded.Config()], n_workers=0)
     config.tokenizer = Tokenizer.Config()
-    config.validation = None
+    config.validation = config.samples = None
+    if config.training.epochs is not None:  # the rows that are made here have no end
+        config.training.steps, config.training.epochs = 1, None
     config.checkpoint.initial_load, config.checkpoint.export = "", None
     config.checkpoint.resume = "never"
     config.metrics.console.enabled = config.metrics.plots.enabled = False
@@ -63,7 +65,7 @@ class Ranks:
         *,
         ranks: int = 1,
         threads: int | None = None,
-        timeout_s: float = 600,
+        timeout_s: float = 3600,
     ) -> None:
         threads = threads or max(1, (os.cpu_count() or 1) // ranks)
         together = {} if ranks == 1 else _meeting(ranks)
@@ -205,11 +207,11 @@ class Random:
             "labels": tokens[:, 1:].contiguous(),
             "positions": torch.arange(tokens.shape[1] - 1, device=device).repeat(len(tokens), 1),
         }
-        found: list[Any] = [
-            {name: field[start : start + rows] for name, field in batch.items()}
+        one_document: Any = {"document_ids": None}
+        return [
+            {name: field[start : start + rows] for name, field in batch.items()} | one_document
             for start in range(0, len(tokens), rows)
         ]
-        return [{**part, "document_ids": None} for part in found]
 
 
 class BareLoop:
@@ -271,8 +273,7 @@ def timed(run: Steps, steps: int) -> tuple[float, float]:
     batches = [run.rows() for _ in range(steps)]
     wait_for(run.device)
     begin = time.perf_counter()
-    for batch in batches:
-        loss = run.step(batch)
+    *_, loss = [run.step(batch) for batch in batches]
     wait_for(run.device)
     return (time.perf_counter() - begin) / steps, loss.item()
 

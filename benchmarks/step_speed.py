@@ -4,7 +4,7 @@ All train the same Llama from the same Hugging Face folder on the same token ids
 step in turn. The losses of the first steps must be equal before anything is timed. Our Trainer gets text, which it tokenizes while
 it trains; the others get token ids. A time is that of the whole body of a contestant's loop, data and logging included.
 
-    python benchmarks/step_speed.py [--rounds 40] [--without torchtune] [--compile] [--json FILE]
+    python -m benchmarks.step_speed [--rounds 40] [--without torchtune] [--compile] [--json FILE]
 
 At the first use the peers are installed, each into an environment of its own.
 """
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import (
+from safetensors.torch import save_file
+
+from benchmarks.peers import (
     Worker,
     assert_equal,
     environment,
@@ -30,8 +32,6 @@ from peers import (
     table,
     write_json,
 )
-from safetensors.torch import save_file
-
 from torchtitan.checkpoint.agreement import Agreement
 from torchtitan.checkpoint.hugging_face.export import Target, export
 from torchtitan.checkpoint.hugging_face.weights import LiveWeights
@@ -181,16 +181,11 @@ def main() -> None:
     """Measure, print a table and optionally write it as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each (default 40)")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--threads", type=int, help="of each contestant; the default is torch's")
-    parser.add_argument("--compile", action="store_true", help="each compiles as it does")
+    parser.add_argument("--dim", type=int, default=256, help="a multiple of 128")
     parser.add_argument(
         "--without", nargs="*", default=[], help="words of contestants to leave out"
     )
-    parser.add_argument("--json", type=Path, help="write the result there too")
+    add_sizes(parser)
     args = parser.parse_args()
     head = machine()
     environ = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     import torch.cuda as cuda
@@ -43,6 +44,7 @@ _HOME = {
     "FailOnRecompileLimitHit": "torch._dynamo.exc:FailOnRecompileLimitHit",
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "cuda": "torch.cuda",
+    "dynamo_config": "torch._dynamo.config",
     "functorch_config": "torch._functorch.config",
     "inductor_config": "torch._inductor.config",
     "symmetric_memory": "torch.distributed._symmetric_memory",
@@ -94,6 +96,7 @@ __all__ = [
     "cuda",
     "dcp",
     "distribute_tensor",
+    "dynamo_config",
     "fully_shard",
     "functorch_config",
     "grouped_mm",

@@ -18,7 +18,13 @@ from torchtitan.cli.options import USAGE, TrainOptions, parse_options, refuse
 from torchtitan.cli.output import say
 from torchtitan.cli.ranks import CLOSE_S, be_a_rank
 from torchtitan.cli.seat import check_meeting
-from torchtitan.config.configurable import Configurable, DescribesRun, KeepsCheckpoints, Problem
+from torchtitan.config.configurable import (
+    Configurable,
+    DescribesRun,
+    KeepsCheckpoints,
+    NeedsMachine,
+    Problem,
+)
 from torchtitan.config.differences import differences
 from torchtitan.config.help import help_text
 from torchtitan.config.overrides import apply_flags
@@ -82,6 +88,8 @@ def _main(argv: Sequence[str]) -> int:
             reason, last = f"is not one of the {world_size} ranks", world_size - 1
             remedy = f"write 0 to {last}" if last else "write 0"
             problems.append(Problem("--dry-run-rank", options.dry_run_rank, reason, remedy))
+        if isinstance(config, NeedsMachine) and not options.dry_run:
+            problems += config.check_machine()
         refuse([*problems, *check_tree(config, world_size)])
         if options.dry_run:
             say(_dry_run(recipe, base, config, world_size))

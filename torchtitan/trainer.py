@@ -42,7 +42,13 @@ from torchtitan.training.guard import Guard
 from torchtitan.training.pipeline_engine import make_engine
 from torchtitan.training.resume import check_same_mathematics
 from torchtitan.training.rng import rng_state, seed_everything, set_rng_state
-from torchtitan.training.rules import check_compiled, check_offload, check_updates
+from torchtitan.training.rules import (
+    check_budget,
+    check_compiled,
+    check_gpu,
+    check_offload,
+    check_updates,
+)
 from torchtitan.training.samples import Samples
 from torchtitan.training.settings import Training
 from torchtitan.training.signals import StopRequest
@@ -125,6 +131,9 @@ class Trainer(Configurable):
         def check(self) -> Iterator[Problem]:
             """Rules that span the parts; see `Configurable.Config.check`."""
             yield from check_compiled(self.parallelism, self.activation_checkpointing, self.compile)
+            if self.compile.enabled and self.compile.fullgraph:
+                yield from (problem.within("model") for problem in self.model.check_one_graph())
+            yield from check_budget(self.parallelism, self.activation_checkpointing)
             yield from check_offload(self.optimizer, self.training)
             if self.training.epochs is not None:
                 yield from self.data.check_epochs(self.training.epochs)
@@ -158,6 +167,10 @@ class Trainer(Configurable):
                 if self.samples:
                     found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
+
+        def check_machine(self) -> Iterator[Problem]:
+            """See `NeedsMachine`."""
+            return check_gpu(self.optimizer, self.training)
 
         def resolved(self, steps: int | None = None) -> "Trainer.Config":
             """A copy in which what was left to be derived is filled in: the tree that is saved with the run.
@@ -216,6 +229,8 @@ class Trainer(Configurable):
         self.folder = Path(config.folder)
         self.step = 0
         """Optimizer steps done."""
+        self._saved_step = 0
+        """What a checkpoint holds of them; nothing of a run without a step needs one."""
         self.device = pick_device(training.device)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -301,11 +316,13 @@ class Trainer(Configurable):
                     break
             self.guard.check_now()
             if feed.stopped:
-                self.save()
+                if self.step != self._saved_step:
+                    self.save()
                 self.checkpointer.wait()
+                newest = self.checkpointer.latest()
                 raise Preempted(
-                    f"stopped after step {self.step} of {self.n_steps} and saved "
-                    f"{self.checkpointer.latest()}; run the same command again to go on"
+                    f"stopped after step {self.step} of {self.n_steps}, "
+                    f"{f'saved as {newest}' if newest else 'with nothing to save'}; run the same command again to go on"
                 )
             self.checkpointer.wait()
         self.checkpointer.export(
@@ -368,6 +385,7 @@ class Trainer(Configurable):
                 "validation": self.validation and self.validation.state(),
             },
         )
+        self._saved_step = self.step
 
     def close(self) -> None:
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
@@ -496,7 +514,7 @@ class Trainer(Configurable):
             generators = rng_state(self.device)
             self.checkpointer.load(path, self._tensors(), generators)
             self.loader.load_state(state["loader"])
-            self.step = state["step"]
+            self.step = self._saved_step = state["step"]
             if self.validation and state.get("validation"):
                 self.validation.load_state(state["validation"])
                 best = self.validation.best

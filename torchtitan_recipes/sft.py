@@ -102,6 +102,7 @@ def smollm2_135m_sft() -> Trainer.Config:
         global_batch_rows=8,
     )
     config.training.micro_batch_rows = 4
+    config.metrics.every_n_steps = 5
     return config
 
 

@@ -56,8 +56,8 @@ def cases() -> Iterator[Case]:
         plain = run_of(model, rows)
         yield Case(group=group, name="bare loop", config=plain, bare=True)
         yield Case(group=group, name="eager", config=plain)
-        for name, config in ladder(plain, ["torch.compile"]):
-            yield Case(group=group, name=name, config=config, later=1)
+        for _, config in ladder(plain, ["torch.compile"]):
+            yield Case(group=group, name="compiled", config=config, later=1)
         for name, config in ladder(plain, SAVINGS):
             last = name == f"+ {SAVINGS[-1]}"
             yield Case(group=group, name=name, config=config, later=0 if last else 2)

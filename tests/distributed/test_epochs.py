@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.tiny import running, tiny, weights
 from torchtitan.config import check_tree, from_dict
@@ -142,11 +143,16 @@ def test_a_part_of_an_epoch_and_a_schedule_that_does_not_fit(tmp_path, caplog):
     assert f"training.epochs=0.3 of {packed} rows: {t.n_steps} steps of 4 rows" in caplog.text
     tree = config(tmp_path / "b", tmp_path)
     tree.schedule = Schedule.Config(warmup_steps=500)
-    with pytest.raises(
-        ConfigError,
-        match=r"schedule\.warmup_steps=500: plus .* more than the schedule's .*epochs=2",
-    ):
+    refused_while_built(
+        tree, r"schedule\.warmup_steps=500: plus .* more than the schedule's .*epochs=2"
+    )
+
+
+def refused_while_built(tree, match):
+    """``tree`` is refused while it is built, when the ranks have met."""
+    with pytest.raises(ConfigError, match=match):
         tree.build()
+    dist.destroy_process_group()
 
 
 def problems(tree):
@@ -165,8 +171,7 @@ def test_epochs_of_unknown_length_are_refused_in_words(tmp_path):
         "training.epochs=1.5: cannot be counted: Loader packs documents while it reads them, so how many rows they "
         "fill is not known beforehand; set training.steps, and training.epochs=None"
     ]
-    with pytest.raises(ConfigError, match=r"epochs=1\.5: how many rows .* set training\.steps"):
-        text.build()
+    refused_while_built(text, r"epochs=1\.5: how many rows .* set training\.steps")
 
 
 def test_streamed_sets_are_refused_with_epochs(tmp_path):

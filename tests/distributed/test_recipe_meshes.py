@@ -33,6 +33,8 @@ def losses(folder, name, alone):
         large = recipe()
         config.activation_checkpointing = large.activation_checkpointing
         config.parallelism = large.parallelism
+        config.compile = large.compile
+        config.compile.backend = "aot_eager"  # its graphs; inductor's code takes minutes on a CPU
         for axis in ("tp", "pp", "cp", "ep"):
             setattr(config.parallelism, axis, min(2, getattr(config.parallelism, axis)))
         config.parallelism.dp_shard = data_ranks

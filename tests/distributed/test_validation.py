@@ -1,10 +1,15 @@
+import json
+import os
+
 import pytest
 import torch
 
 from tests.tiny import running, tiny, weights
 from torchtitan.batch import IGNORE_INDEX
 from torchtitan.data.embedded import Embedded
+from torchtitan.data.files import Files
 from torchtitan.data.loader import Loader
+from torchtitan.errors import DataError
 from torchtitan.training.validation import Validation
 
 
@@ -85,3 +90,26 @@ def test_problems():
         every_n_steps=-1, steps=0, data=Loader.Config(sources=[Embedded.Config()], shuffle=True)
     )
     assert [p.path for p in config.check()] == ["steps", "every_n_steps", "data.shuffle"]
+
+
+def run_with_a_row_that_one_rank_cannot_read(folder):
+    config = with_validation(folder / "run", global_batch_rows=2)
+    rows = [json.dumps({"text": "word " * 100}) for _ in range(6)]
+    rows[2] = "{broken"
+    (folder / f"rows-{os.getpid()}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    config.validation.steps = 9
+    config.validation.data = Loader.Config(
+        sources=[Files.Config(path=str(folder / f"rows-{os.getpid()}.jsonl"))],
+        shuffle=False,
+        n_workers=0,
+        bad_rows="error",
+    )
+    with running(config) as trainer, pytest.raises(DataError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+def test_all_ranks_hear_of_a_bad_row_of_one(ranks, tmp_path):
+    texts = ranks(run_with_a_row_that_one_rank_cannot_read, 2, tmp_path, timeout_s=60)
+    assert sum("line 3: broken JSON" in text for text in texts) == 1, texts
+    assert sum("another rank has no data" in text for text in texts) == 1, texts

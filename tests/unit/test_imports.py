@@ -13,7 +13,7 @@ TIERS = [  # a module may import from its own row and from the rows above
     {"torchtitan.config"},
     {"torchtitan.ops", "torchtitan.data", "torchtitan.optim", "torchtitan.metrics", "torchtitan.models.layers"},
     {"torchtitan.models", "torchtitan.objectives", "torchtitan.parallel", "torchtitan.checkpoint"},
-    {"torchtitan.training", "torchtitan.debug", "torchtitan.generation"},
+    {"torchtitan.training", "torchtitan.debug", "torchtitan.generation", "torchtitan.evaluation"},
     {"torchtitan.trainer"},
     {"torchtitan.planner"},
     {"torchtitan.launch", "torchtitan.train", "torchtitan.cli"},

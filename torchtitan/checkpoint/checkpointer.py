@@ -22,7 +22,7 @@ from torchtitan.checkpoint.initial import check_initial, load_initial
 from torchtitan.checkpoint.loading import Match, find_damage, match_tensors
 from torchtitan.checkpoint.manifest import MANIFEST, STATE, DamagedError, Manifest, read_manifest
 from torchtitan.checkpoint.matching import is_rank_name, rank_name
-from torchtitan.checkpoint.storage import read_tensors, stage, write_tensors
+from torchtitan.checkpoint.storage import Reads, read_tensors, stage, write_tensors
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.errors import CheckpointError, TorchtitanError
 from torchtitan.models.model import Model
@@ -154,6 +154,8 @@ class Checkpointer(Configurable):
         tensors: dict[str, Tensor],
         rank_tensors: dict[str, Tensor],
         state: dict[str, Any],
+        *,
+        read: Reads | None = None,
     ) -> None:
         """Save, or with ``async_save`` copy and begin to save; waits for an earlier save first. Collective.
 
@@ -163,6 +165,7 @@ class Checkpointer(Configurable):
                 names of its pipeline stages.
             rank_tensors: tensors of this rank alone (the state of its random generators).
             state: everything else, as JSON; rank 0's is stored.
+            read: where tensors on the meta device get their values as they are written; they are saved at once then.
 
         Raises:
             CheckpointError: if it, or the earlier save, failed on any rank; older checkpoints are untouched.
@@ -172,8 +175,8 @@ class Checkpointer(Configurable):
         rank = self._ranks.rank
         everything = tensors | {rank_name(rank, key): value for key, value in rank_tensors.items()}
         state_json = self._ranks.first(what, lambda: json.dumps(state, indent=1).encode())
-        if not self.config.async_save:
-            self._write(step, everything, state_json, staged=False)
+        if read is not None or not self.config.async_save:
+            self._write(step, everything, state_json, staged=False, read=read)
             return
         copies: dict[str, Tensor] = {}
         self._ranks.each(what, lambda: copies.update(stage(everything)))
@@ -308,7 +311,13 @@ class Checkpointer(Configurable):
         return set(tensors).union(*others)
 
     def _write(
-        self, step: int, tensors: dict[str, Tensor], state_json: bytes, *, staged: bool
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state_json: bytes,
+        *,
+        staged: bool,
+        read: Reads | None = None,
     ) -> None:
         begin = time.monotonic()
         what = f"checkpoint of step {step}"
@@ -320,7 +329,7 @@ class Checkpointer(Configurable):
         n_bytes = len(state_json) + sum(by_names.values())
         temporary = self._ranks.first(what, lambda: self.folder.begin(step, n_bytes))
         try:
-            files, infos = write_tensors(self._ranks, temporary, tensors, staged=staged)
+            files, infos = write_tensors(self._ranks, temporary, tensors, staged=staged, read=read)
             described = {name: str(info) for name, info in infos.items()}
             manifest = Manifest(step, torch.__version__, self._ranks.world_size, files, described)
             path = self._ranks.first(what, lambda: self._commit(temporary, manifest, state_json))

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torchtitan.checkpoint.matching import TensorInfo
 from torchtitan.errors import CheckpointError, DistributedError
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -57,10 +58,30 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
+class Reads(Protocol):
+    """Gives the values of a tensor that is known by its shape and type so far."""
+
+    def __call__(self, name: str) -> Tensor:
+        """The tensor ``name``, on the CPU, in memory of its own; it is emptied when it is written."""
+        ...
+
+
 def write_tensors(
-    ranks: Agreement, folder: Path, tensors: dict[str, Tensor], *, staged: bool
+    ranks: Agreement,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    *,
+    staged: bool,
+    read: Reads | None = None,
 ) -> tuple[dict[str, FileRecord], dict[str, TensorInfo]]:
     """Write this rank's part of ``tensors``; replicated ones are written by one rank each. Collective.
+
+    Args:
+        ranks: of the run.
+        folder: to write to.
+        tensors: by name.
+        staged: they are copies on the CPU.
+        read: where tensors on the meta device get their values, one after the other, when it is their turn.
 
     Returns:
         The files of all ranks, and all tensors of the checkpoint.
@@ -69,9 +90,11 @@ def write_tensors(
         CheckpointError: on all ranks, if any rank could not write.
     """
     files = HashedFiles()
-    # A staged save runs in a thread that must not touch the GPU: without copy-ahead DCP does not.
-    writer = _writer_class()(folder, files, copy_ahead_bytes=0 if staged else 10_000_000)
-    planner = torch_api.dcp.default_planner.DefaultSavePlanner(flatten_state_dict=False)
+    # A staged save runs in a thread that must not touch the GPU, and what is read shall not be read ahead: without copy-ahead DCP
+    # does neither.
+    ahead = 0 if staged or read is not None else 10_000_000
+    writer = _writer_class()(folder, files, copy_ahead_bytes=ahead)
+    planner = _planner_class()(read)
     # Saving without a process group is what is meant.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
@@ -170,6 +193,29 @@ class _MetadataUnpickler(pickle.Unpickler):
                 "it was run. The file was tampered with, or a newer torch wrote it"
             )
         return super().find_class(module_name, global_name)
+
+
+@functools.cache
+def _planner_class() -> "Callable[..., DefaultSavePlanner]":
+    class ReadingPlanner(torch_api.dcp.default_planner.DefaultSavePlanner):
+        def __init__(self, read: Reads | None) -> None:
+            super().__init__(flatten_state_dict=False)
+            self.read = read
+            self._written: Tensor | None = None
+
+        def lookup_object(self, index: Any) -> Any:
+            """The tensor of a planned write, which is about to happen; that of the one before is on the disk."""
+            found = super().lookup_object(index)
+            if self.read is None or not found.is_meta:
+                return found
+            if (
+                self._written is not None
+            ):  # the writer keeps the tensors of a file until it is closed
+                self._written.untyped_storage().resize_(0)
+            self._written = self.read(index.fqn)
+            return self._written
+
+    return ReadingPlanner
 
 
 @functools.cache

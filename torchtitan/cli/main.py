@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "continue texts with a checkpoint or a Hugging Face model",
     ),
     "chat": ("torchtitan.cli.chat", "talk to a checkpoint or a Hugging Face model"),
+    "perplexity": ("torchtitan.cli.perplexity", "how well a model predicts the texts of files"),
+    "evaluate": ("torchtitan.cli.evaluate", "scores of a model in the tasks of lm-eval"),
     "recipes": ("torchtitan.cli.recipes", "list recipes, show one's config, compare two"),
     "data": (
         "torchtitan.cli.data",

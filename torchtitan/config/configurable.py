@@ -75,6 +75,15 @@ class KeepsCheckpoints(Protocol):
 
 
 @runtime_checkable
+class NeedsMachine(Protocol):
+    """A root config that asks something of the machine that it runs on; other machines can plan it all the same."""
+
+    def check_machine(self) -> Iterator[Problem]:
+        """Yield what this machine lacks."""
+        ...
+
+
+@runtime_checkable
 class DescribesRun(Protocol):
     """A root config that can say what each rank of its run will do."""
 

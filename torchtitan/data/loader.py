@@ -65,7 +65,8 @@ class Loader(Configurable):
         shuffle: bool = True
         """Read the documents of each epoch in a new random order; a streamed data set shuffles a buffer."""
         n_workers: int = 1
-        """Background processes that prepare batches; 0 prepares them in the training process."""
+        """Background processes that prepare batches, at most one a row of the rank; 0 prepares them in the training
+        process."""
         prefetch: int = 2
         """Steps that each background process prepares ahead."""
         bad_rows: Literal["skip", "error"] = "skip"

@@ -164,6 +164,12 @@ class Tokenizer(Configurable):
             removed.append(removed[-1] + (character == _RENAMED))
         return encoding.ids, [start - removed[start] for start in starts]
 
+    def own_prefix(self) -> list[int]:
+        """What the file itself puts before a text, which is what ``transformers`` does; a run goes by `bos_id`."""
+        alone = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        return whole[: max(0, len(whole) - len(alone))] if whole[-len(alone) :] == alone else []
+
     def name(self, token_id: int) -> str:
         """The vocabulary's name of a token; one outside of it is named by its id."""
         return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"

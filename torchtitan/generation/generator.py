@@ -125,7 +125,6 @@ class Generator:
             row.ending = piece.ending or row.ending
         return found
 
-    @torch.no_grad()
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
@@ -164,14 +163,18 @@ class Generator:
         capacity = max(map(len, prompts), default=0) + max_new_tokens + self._multiple
         cache = KVCache(len(rows), capacity, self.model.head.weight.device)
         was_training = self.model.training
+        frozen = not any(parameter.requires_grad for parameter in self.model.parameters())
+        # Inference mode is faster, but what FSDP gathers in it could not be trained with.
+        without_gradients = torch.inference_mode if frozen else torch.no_grad
         self.model.eval()
         try:
             with cached(self.model, cache):
                 while rows:
-                    logits = self._next_logits(new, cache)
-                    chosen = sampler(
-                        logits, [row.history for row in rows], [row.generator for row in rows]
-                    )
+                    with without_gradients():
+                        logits = self._next_logits(new, cache)
+                        chosen = sampler(
+                            logits, [row.history for row in rows], [row.generator for row in rows]
+                        )
                     if self._agree is not None:
                         chosen = self._agree(chosen)
                     going = []
@@ -196,9 +199,9 @@ class Generator:
         tokens = torch.tensor(padded, device=cache.device)  # (B, S)
         with uncompiled(self.model):
             hidden_states = self.model(tokens, cache.positions)  # (B, S, D)
-        last = torch.tensor(counts, device=cache.device) - 1  # (B,)
+        last = [row * width + count - 1 for row, count in enumerate(counts)]
         cache.end(counts)
-        return self.model.head.logits(hidden_states, last)
+        return self.model.head.logits(hidden_states, torch.tensor(last, device=cache.device))
 
 
 def _extend(row: _Row, token_id: int, max_new_tokens: int, stop_ids: Collection[int]) -> Piece:

@@ -34,8 +34,14 @@ class KVCache:
         """``(B, S)``, of the new tokens in their rows."""
         self.rows = torch.empty(0)
         """``(B, 1)``."""
+        self.is_empty = True
+        """Whether there is nothing before the new tokens."""
+        self.common_start: int | None = 0
+        """The length of all rows without the new tokens, if it is the same."""
+        self.longest = 0
+        """L of the longest row, with the new tokens and pads."""
         self._n_new = 0
-        self._allowed: dict[int | None, Tensor | None] = {}
+        self._bias: dict[int | None, Tensor | None] = {}
 
     def begin(self, n_new: int) -> None:
         """Make room for ``n_new`` tokens of each row, pads included.
@@ -44,6 +50,9 @@ class KVCache:
             ValueError: if they do not fit.
         """
         self._n_new = n_new
+        longest = max(self.lengths)
+        self.is_empty, self.longest = longest == 0, longest + n_new
+        self.common_start = longest if min(self.lengths) == longest else None
         if self.longest > self.capacity:
             raise ValueError(
                 f"{self.longest} tokens do not fit into a cache of {self.capacity}; make a larger one"
@@ -51,7 +60,7 @@ class KVCache:
         starts = torch.tensor(self.lengths, device=self.device)[:, None]
         self.positions = starts + torch.arange(self._n_new, device=self.device)  # (B, S)
         self.rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-        self._allowed = {}
+        self._bias = {}
 
     def end(self, counts: Sequence[int]) -> None:
         """All layers have the new tokens."""
@@ -64,34 +73,24 @@ class KVCache:
         for layer in self.layers:
             layer.keep(index)
 
-    @property
-    def longest(self) -> int:
-        """L of the longest row, with the new tokens and pads."""
-        return max(self.lengths) + self._n_new
+    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores: ``(B, 1, G * S, L)``, 0 where a new token sees a key and -inf elsewhere; None for 0.
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing before the new tokens."""
-        return max(self.lengths) == 0
+        Made once for all layers of a model, which have equally many queries for a key.
+        """
+        if window not in self._bias:
+            self._bias[window] = self._make_bias(window, groups, dtype)
+        return self._bias[window]
 
-    @property
-    def common_start(self) -> int | None:
-        """The length of all rows, if it is the same."""
-        return self.lengths[0] if min(self.lengths) == max(self.lengths) else None
-
-    def allowed(self, window: int | None) -> Tensor | None:
-        """``(B, 1, S, L)`` bool, which keys a new token sees; None for all. Made once for all layers."""
-        if window not in self._allowed:
-            self._allowed[window] = self._make_allowed(window)
-        return self._allowed[window]
-
-    def _make_allowed(self, window: int | None) -> Tensor | None:
+    def _make_bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
         within = window is None or self.longest <= window
         if self._n_new == 1 and self.common_start is not None and within:
             return None
         back = self.positions[:, None, :, None] - torch.arange(self.longest, device=self.device)
-        allowed = back >= 0
-        return allowed if window is None else allowed & (back < window)
+        hidden = back < 0 if window is None else (back < 0) | (back >= window)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        bias.masked_fill_(hidden, -torch.inf)
+        return bias.repeat(1, 1, groups, 1) if self._n_new > 1 else bias
 
 
 class CachedAttention(InnerAttention):
@@ -120,13 +119,15 @@ class CachedAttention(InnerAttention):
         if cache.is_empty:
             return self.inner(q, k, v, mask)
         keys, values = (t[:, :, : cache.longest] for t in (self.keys, self.values))  # (B, K, L, Dh)
-        groups = q.shape[2] // k.shape[2]
-        allowed = cache.allowed(mask.window)  # (B, 1, S, L)
-        if allowed is not None and q.shape[1] > 1:
-            allowed = allowed.repeat(1, 1, groups, 1)  # (B, 1, G * S, L)
+        (n_rows, n_new, n_heads, size), groups = q.shape, q.shape[2] // k.shape[2]
+        bias = cache.bias(mask.window, groups, q.dtype)  # (B, 1, G * S, L)
         # The queries of a kv head stand in a row, so that keys and values need not be repeated for them.
+        if n_new == 1:
+            q = q.view(n_rows, -1, groups, size)  # (B, K, G, Dh)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+            return out.reshape(n_rows, 1, n_heads, -1)  # (B, 1, H, Dh)
         q = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G * S, Dh)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
         out = out.unflatten(2, (groups, -1))  # (B, K, G, S, Dh)
         return out.permute(0, 3, 1, 2, 4).flatten(2, 3)  # (B, S, H, Dh)
 

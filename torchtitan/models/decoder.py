@@ -121,6 +121,17 @@ class Decoder(Model):
             for problem in self.feed_forward.check_ep(degrees.ep, lendable):
                 yield problem.within("feed_forward")
 
+        def check_one_graph(self) -> Iterator[Problem]:
+            """See `Model.Config.check_one_graph`."""
+            if not self.feed_forward.ONE_GRAPH:
+                yield Problem(
+                    "feed_forward",
+                    type(self.feed_forward).__qualname__,
+                    "is run as it is written, since its shapes depend on the tokens, but compile.fullgraph=True wants each "
+                    "block to be one graph",
+                    "set compile.fullgraph=False, which compiles the rest of the block, or compile.enabled=False",
+                )
+
         def check_seq_len(self, seq_len: int) -> Iterator[Problem]:
             """See `Model.Config.check_seq_len`."""
             longest, scaling = self.context_length, self.rope.scaling

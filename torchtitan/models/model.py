@@ -76,6 +76,10 @@ class Model(nn.Module, Configurable):
             del seq_len
             return iter(())
 
+        def check_one_graph(self) -> Iterator[Problem]:
+            """Yield a problem for each layer that keeps a block from being compiled as one graph."""
+            return iter(())
+
         @abstractmethod
         def build(self) -> "Model":
             """Make the model on the current default device (meta, as a rule)."""

@@ -150,7 +150,7 @@ class Muon(AdamW):
             rows, columns = self._held_of(parameter)
             orthogonal = orthogonal.index_select(-2, rows).index_select(-1, columns)
         values = slot.load(everything) * (1 - slot.group.lr * slot.group.weight_decay)
-        values.add_(orthogonal.view_as(values), alpha=-slot.group.lr * factor)
+        values.add_(orthogonal.reshape(values.shape), alpha=-slot.group.lr * factor)
         slot.store(everything, values, skip)
 
 

@@ -71,6 +71,9 @@ def apply_compile(
     """
     if not config.enabled:
         return
+    # Tensor parallel's hooks exchange parameters inside of a checkpointed block and put them back, so there is nothing that
+    # a recomputation would have to do again; dynamo cannot know.
+    torch_api.dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     names = {module: name for name, module in model.named_modules()}
     mode = None if config.mode == "default" else config.mode
     for block in model.blocks():

@@ -241,7 +241,8 @@ class Mesh(Configurable):
 
     def describe(self) -> str:
         """The mesh in words, for the log."""
-        return f"{self.world_size} ranks: {self.degrees.equation()} on {self.device.type}"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{ranks}: {self.degrees.equation()} on {self.device.type}"
 
     def close(self, *, together: bool) -> None:
         """Leave the process group.

@@ -1,7 +1,9 @@
 """Pipeline parallelism: where a model is cut into stages, which rank holds which, and in which order they run."""
 
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -51,6 +53,7 @@ class Pipeline(Configurable):
                 "csv",
                 "stages_per_rank",
                 "blocks_per_stage",
+                "stages_begin_with",
                 "embedding_layers",
                 "head_layers",
             }
@@ -76,6 +79,8 @@ class Pipeline(Configurable):
         blocks_per_stage: tuple[int, ...] | None = None
         """Blocks in each stage, in the order of the forward; their sum is the model's number of blocks. None means
         balanced."""
+        stages_begin_with: tuple[str, ...] | None = None
+        """The same by names: the block that each stage after the first begins with, such as layers.7 layers.16 layers.25."""
         embedding_layers: int = 1
         """How many blocks the embedding weighs as when the split is balanced."""
         head_layers: int = 1
@@ -110,6 +115,35 @@ class Pipeline(Configurable):
                     "has a stage without a block",
                     "give every stage at least 1",
                 )
+            yield from self._check_names()
+
+        def _check_names(self) -> Iterator[Problem]:
+            """Yield what is wrong with `stages_begin_with` whatever the model."""
+            names = self.stages_begin_with
+            if names is None:
+                return
+            if self.blocks_per_stage is not None:
+                yield Problem(
+                    "stages_begin_with",
+                    names,
+                    f"and blocks_per_stage={self.blocks_per_stage} both say where the model is cut",
+                    "set one of them to None",
+                )
+            numbers = [_number_of(name) for name in names]
+            if None in numbers or numbers != sorted(set(numbers), key=lambda n: n or 0):
+                yield Problem(
+                    "stages_begin_with",
+                    names,
+                    "are not blocks in the order of the forward",
+                    "write such as layers.7 layers.16, rising",
+                )
+
+        def split(self, n_blocks: int) -> tuple[int, ...] | None:
+            """Blocks in each stage of a model with ``n_blocks``, where the config says so; None for balanced."""
+            if self.stages_begin_with is None:
+                return self.blocks_per_stage
+            starts = [0, *(_number_of(name) or 0 for name in self.stages_begin_with), n_blocks]
+            return tuple(end - start for start, end in pairwise(starts))
 
         def check_cut(self, pp: int, n_blocks: int) -> Iterator[Problem]:
             """Yield a problem if ``n_blocks`` blocks cannot be cut as the config says."""
@@ -133,17 +167,25 @@ class Pipeline(Configurable):
                     f"makes pp={pp} * {n_stages // pp} = {n_stages} stages of {n_blocks} blocks, and each needs one",
                     f"set {most}, or pp to {n_blocks * pp // n_stages} or less",
                 )
-            split = self.blocks_per_stage
+            split = self.split(n_blocks)
             if (
                 n_stages <= n_blocks
                 and split is not None
-                and (len(split) != n_stages or sum(split) != n_blocks)
+                and (len(split) != n_stages or sum(split) != n_blocks or min(split) < 1)
             ):
+                stages = f"there are {n_stages} stages (pp={pp} * {n_stages // pp}) and the model has {n_blocks} blocks"
+                if self.stages_begin_with is not None:
+                    yield Problem(
+                        "stages_begin_with",
+                        self.stages_begin_with,
+                        f"makes stages of {', '.join(map(str, split))} blocks, but {stages}",
+                        f"name {n_stages - 1} blocks, the last at most number {n_blocks - 1}, or None for a balanced split",
+                    )
+                    return
                 yield Problem(
                     "blocks_per_stage",
                     split,
-                    f"has {len(split)} stages of {sum(split)} blocks in all, but there are {n_stages} stages (pp={pp} * "
-                    f"{n_stages // pp}) and the model has {n_blocks} blocks",
+                    f"has {len(split)} stages of {sum(split)} blocks in all, but {stages}",
                     f"set {n_stages} numbers with the sum {n_blocks}, or None for a balanced split",
                 )
 
@@ -250,7 +292,7 @@ class Pipeline(Configurable):
         self.config = config
         n_stages = config.n_stages(pp)
         self.rank_of_stage = _ranks(config, pp, n_stages)
-        counts = config.blocks_per_stage or balanced(
+        counts = config.split(n_blocks) or balanced(
             n_blocks, n_stages, first=config.embedding_layers, last=config.head_layers
         )
         starts = [sum(counts[:stage]) for stage in range(n_stages)]
@@ -453,6 +495,12 @@ def splits_backward(config: Pipeline.Config) -> bool:
     if config.schedule == "CSV":
         return any(action.kind == "W" for line in read_order(config.csv) for action in line)
     return config.schedule in SPLITS_BACKWARD
+
+
+def _number_of(block: str) -> int | None:
+    """The number in a block's name; None if there is none, or it is that of the first."""
+    found = re.search(r"\.(\d+)$", block)
+    return int(found[1]) or None if found else None
 
 
 def _stages_wanted(schedule: str) -> int | None:

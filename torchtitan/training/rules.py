@@ -33,14 +33,41 @@ def check_compiled(
         )
 
 
+def check_budget(mesh: Mesh.Config, recompute: ActivationCheckpointing.Config) -> Iterator[Problem]:
+    """Yield a problem if the compiler cannot weigh what a block keeps."""
+    if recompute.mode == "budget" and mesh.tp > 1:
+        yield Problem(
+            "activation_checkpointing.mode",
+            "budget",
+            f"cannot weigh the DTensors of parallelism.tp={mesh.tp}",
+            "set mode full or selective, or tp=1",
+        )
+
+
 def check_offload(optimizer: Optimizer.Config, training: Training.Config) -> Iterator[Problem]:
     """Yield a problem if there is no other memory to move the optimizer's state to."""
-    on_cpu = not torch.cuda.is_available() or training.device == "cpu"
-    if optimizer.offload and on_cpu:
+    if optimizer.offload and training.device == "cpu":
         yield Problem(
             "optimizer.offload",
             True,
-            f"but training.device={training.device} trains in host memory anyway",
+            "but training.device=cpu trains in host memory anyway",
+            "set optimizer.offload=False",
+        )
+
+
+def check_gpu(optimizer: Optimizer.Config, training: Training.Config) -> Iterator[Problem]:
+    """Yield a problem for each setting that needs a GPU, if this machine has none."""
+    if torch.cuda.is_available():
+        return
+    if training.device == "cuda":
+        yield Problem(
+            "training.device", "cuda", "but this machine has no usable GPU", "set auto or cpu"
+        )
+    if optimizer.offload and training.device == "auto":
+        yield Problem(
+            "optimizer.offload",
+            True,
+            "but this machine has no usable GPU, so it trains in host memory anyway",
             "set optimizer.offload=False",
         )
 

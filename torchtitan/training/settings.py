@@ -89,10 +89,6 @@ class Training(Configurable):
                 )
             if self.seed < 0:
                 yield Problem("seed", self.seed, "is negative", "set 0 or more")
-            if self.device == "cuda" and not torch.cuda.is_available():
-                yield Problem(
-                    "device", "cuda", "but this machine has no usable GPU", "set auto or cpu"
-                )
 
         def n_steps(self, packed_rows: int | None) -> int:
             """Optimizer steps in all.

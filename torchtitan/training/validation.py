@@ -13,7 +13,8 @@ from torchtitan.data.loader import Loader
 from torchtitan.errors import ConfigError
 from torchtitan.parallel.fsdp import reshard
 from torchtitan.training.engine import Engine
-from torchtitan.training.feed import to_microbatches
+from torchtitan.training.feed import Feed
+from torchtitan.training.signals import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Validation(Configurable):
         """Evaluate: ``validation_loss`` (nats per token), ``validation_perplexity`` and the objective's own means.
 
         Raises:
-            DataError: if the data cannot be read.
+            DataError: on all ranks, if the data of one of them cannot be read.
         """
         engine = self.engine
         engine.model.eval()
@@ -170,6 +171,9 @@ class Validation(Configurable):
 
     def _batches(self) -> Iterator[list[Batch]]:
         self.loader.rewind()
-        for _ in range(self.config.steps):
-            batch = self.loader.next().batch
-            yield to_microbatches(batch, self._micro_batch_rows, self.engine.mesh)
+        no_stop = (
+            StopRequest()
+        )  # an evaluation is finished, the run's own feed hears of a stop after it
+        feed = Feed(self.loader, self.engine.mesh, self._micro_batch_rows, no_stop)
+        for fed in feed.steps(self.config.steps):
+            yield fed.microbatches

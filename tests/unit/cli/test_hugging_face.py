@@ -15,6 +15,7 @@ from torchtitan.cli import import_folder
 from torchtitan.cli.main import main
 from torchtitan.config import check_tree
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.planner.tracker import MemoryTracker
 
 
 def run(folder, **checkpoint):
@@ -66,6 +67,28 @@ def test_a_run_is_exported_imported_and_gone_on_from(tmp_path, capsys):
             assert trainer.step == 0
             for name, tensor in weights(trainer).items():
                 assert torch.equal(tensor, trained[name]), name
+
+
+class InMemory(MemoryTracker):
+    """Counts what is in memory; files are mapped by safetensors, and read a page at a time."""
+
+    def _see(self, tensor):
+        if tensor.is_meta or tensor.untyped_storage().filename is None:
+            super()._see(tensor)
+
+
+def test_an_import_holds_one_tensor_at_a_time(tmp_path):
+    config = run(tmp_path / "a", export=HuggingFaceExport.Config(dtype="float32"))
+    config.model.n_layers, config.model.dim, config.model.vocab_size = 12, 64, 4200
+    config.model.feed_forward.ffn_dim = 4000
+    with running(config) as trainer:
+        trainer.checkpointer.export(config.model, trainer.models["policy"].model, None)
+        sizes = [p.nbytes for p in trainer.models["policy"].model.parameters()]
+    tracker = InMemory()
+    with tracker:
+        assert import_folder.main([str(tmp_path / "a" / "hugging_face"), str(tmp_path / "in")]) == 0
+    assert max(sizes) <= tracker.peak <= 2.1 * max(sizes)  # the largest, and what of it is read
+    assert tracker.peak < sum(sizes) / 15
 
 
 def test_a_damaged_or_missing_checkpoint_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.families import KINDS, rows, theirs
-from tests.tiny import running, tiny
+from tests.tiny import running, tiny, weights
 from torchtitan.cli.main import main
 from torchtitan.data.tokenizer import BUNDLED, Tokenizer
 from torchtitan.errors import ConfigError
@@ -41,6 +41,21 @@ def test_greedy_tokens_are_those_of_transformers(kind, tmp_path):
                 input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=16
             )
         assert completion.ids == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_are_laid_out_for_few_rows_and_stay_what_they_are(tied, tmp_path):
+    config = tiny(tmp_path, steps=1)
+    config.model.tied = tied
+    with running(config) as trainer:
+        trainer.train()
+        want = weights(trainer)
+    model = open_source(str(tmp_path), device=CPU).model
+    assert all(torch.equal(p, want[name]) for name, p in model.named_parameters())
+    by_columns = {n for n, p in model.named_parameters() if p.ndim == 2 and p.stride(0) == 1}
+    expected = {name for name in want if "proj" in name} | (set() if tied else {"head.weight"})
+    assert by_columns == expected
+    assert (model.head.weight is model.embedding.weight) == tied
 
 
 @pytest.fixture(scope="module")

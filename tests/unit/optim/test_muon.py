@@ -46,6 +46,23 @@ def test_each_matrix_of_a_stack_is_its_own():
     assert torch.allclose(newton_schulz(stack, 5).float(), alone.float(), atol=2e-2)
 
 
+@pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24)], ids=["wide", "tall"])
+def test_a_stack_is_updated_as_its_matrices(shape):
+    torch.manual_seed(0)
+    values, grad = torch.randn(shape), torch.randn(shape)
+    moved = []
+    for parts in (values[None], values):  # the stack, and each of its matrices
+        for part, own in zip(parts, grad[None] if parts.ndim == 4 else grad, strict=True):
+            parameter = nn.Parameter(part.clone())
+            optimizer = Muon.Config(lr=0.1).build([("layers.0.experts.weight", parameter)])
+            parameter.grad = own.clone()
+            optimizer.step(torch.zeros(()))
+            moved.append(parameter.detach())
+    stack, *alone = moved
+    torch.testing.assert_close(stack, torch.stack(alone), rtol=0, atol=2e-3)
+    assert not torch.equal(stack, values)
+
+
 def test_vectors_embeddings_and_heads_are_adamws():
     names = {
         "embedding.weight": (32, 8),

@@ -58,6 +58,11 @@ def test_stages_of_a_rank(schedule, per_rank, ranks, of_rank_0):
 def test_explicit_split():
     pipeline = Pipeline.Config(blocks_per_stage=(1, 5)).build(pp=2, n_blocks=6)
     assert pipeline.blocks == [range(1), range(1, 6)]
+    named = Pipeline.Config(
+        schedule="Interleaved1F1B", stages_begin_with=("layers.1", "layers.3", "layers.4")
+    )
+    assert named.build(pp=2, n_blocks=6).blocks == [range(1), range(1, 3), range(3, 4), range(4, 6)]
+    assert problems(named, n_layers=6) == []
 
 
 def problems(pipeline, *, pp=2, n_layers=8, world=None, micro_batch_rows=1, rows=8):
@@ -145,6 +150,24 @@ def test_sound_pipelines_have_no_problems():
             {},
             "parallelism.pipeline.blocks_per_stage=(8,): has 1 stages of 8 blocks in all, but there are 2 stages "
             "(pp=2 * 1) and the model has 8 blocks; set 2 numbers with the sum 8, or None for a balanced split",
+        ),
+        (
+            Pipeline.Config(stages_begin_with=("layers.8",)),
+            {},
+            "parallelism.pipeline.stages_begin_with=('layers.8',): makes stages of 8, 0 blocks, but there are 2 stages "
+            "(pp=2 * 1) and the model has 8 blocks; name 1 blocks, the last at most number 7, or None for a balanced split",
+        ),
+        (
+            Pipeline.Config(stages_begin_with=("head",)),
+            {},
+            "parallelism.pipeline.stages_begin_with=('head',): are not blocks in the order of the forward; "
+            "write such as layers.7 layers.16, rising",
+        ),
+        (
+            Pipeline.Config(stages_begin_with=("layers.4",), blocks_per_stage=(4, 4)),
+            {},
+            "parallelism.pipeline.stages_begin_with=('layers.4',): and blocks_per_stage=(4, 4) both say where the model "
+            "is cut; set one of them to None",
         ),
         (
             Pipeline.Config(blocks_per_stage=(8, 0)),

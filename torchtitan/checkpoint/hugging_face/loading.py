@@ -55,7 +55,7 @@ def load_weights(files: WeightFiles, layout: Layout, model: Model, ranks: Agreem
     """
     what = f"loading {files.folder}"
     ranks.each(what, lambda: check_tensors(files, layout))
-    ranks.first(what, lambda: _check_aliases(files, layout))
+    ranks.first(what, lambda: check_aliases(files, layout))
     ranks.each(what, lambda: _fill(files, layout, model))
     log.info("loaded %d tensors from %s", len(layout.by_theirs), files.folder)
 
@@ -108,16 +108,21 @@ def pieces_of(files: WeightFiles, layout: Layout, name: str, held: Held) -> Iter
             yield place, piece.to_ours(part, held.box[1:])[None]
 
 
-@torch.no_grad()
 def _fill(files: WeightFiles, layout: Layout, model: Model) -> None:
     for name, tensor in local_tensors(model).items():
-        local = tensor.to_local() if isinstance(tensor, torch_api.DTensor) else tensor
-        if name in layout.own:
-            local.zero_()
-            continue
-        for held in held_parts(tensor):
-            for place, value in pieces_of(files, layout, name, held):
-                local[place] = value.to(local.device, local.dtype)
+        fill_tensor(files, layout, name, tensor)
+
+
+@torch.no_grad()
+def fill_tensor(files: WeightFiles, layout: Layout, name: str, tensor: Tensor) -> None:
+    """Fill what this rank holds of parameter or buffer ``name``."""
+    local = tensor.to_local() if isinstance(tensor, torch_api.DTensor) else tensor
+    if name in layout.own:
+        local.zero_()
+        return
+    for held in held_parts(tensor):
+        for place, value in pieces_of(files, layout, name, held):
+            local[place] = value.to(local.device, local.dtype)
 
 
 def local_tensors(model: Model) -> dict[str, Tensor]:
@@ -160,8 +165,12 @@ def _hint(name: str, options: Sequence[str], index: int, owner: str) -> str:
     return f"; {owner} has {near[0]}" if near else ""
 
 
-def _check_aliases(files: WeightFiles, layout: Layout) -> None:
-    """A tied tensor that the folder has twice must be the same both times."""
+def check_aliases(files: WeightFiles, layout: Layout) -> None:
+    """See that a tied tensor that the folder has twice is the same both times.
+
+    Raises:
+        CheckpointError: if not.
+    """
     for second, first in layout.aliases.items():
         if not {first, second} <= files.stored.keys():
             continue

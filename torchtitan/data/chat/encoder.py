@@ -145,10 +145,12 @@ class Encoder:
         text = row.prompt + row.completion
         if not text.strip() or not row.completion:
             raise DroppedRow("empty", place, "it has no text, or no completion")
-        ids, places = self._ids(text, [len(row.prompt)], place, template=False)
-        flags = np.full(len(ids), True)
-        if self.learn != "all":
-            flags = places >= len(row.prompt)
+        if row.prompt:
+            ids, places = self._ids(text, [len(row.prompt)], place, template=False)
+            flags = np.full(len(ids), True) if self.learn == "all" else places >= len(row.prompt)
+        else:
+            ids = self.tokenizer.encode(text)  # slice by slice: a text may be a book
+            flags = np.full(len(ids), True)
         bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
         if bos_id is not None:
             ids, flags = [bos_id, *ids], np.concatenate([[False], flags])

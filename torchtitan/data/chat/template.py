@@ -116,6 +116,10 @@ class ChatTemplate:
             spans = self._prefix_spans(text, escaped, tools, turns, variables)
         return Rendered(text, [self._with_end_of_turn(text, span) for span in spans])
 
+    def escaped(self, text: str) -> str:
+        """``text``, to be put behind rendered text: what looks like a special token in it is none."""
+        return self._escaped(text)
+
     def end_of_turn(self) -> str:
         """The special token that ends the assistant's turn.
 

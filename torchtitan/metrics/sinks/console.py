@@ -61,7 +61,7 @@ class Console(Sink):
         self._show = show
         self._row: Row | None = None  # what the bar shows
         self._lock = threading.RLock()  # log records come from any thread
-        self._guards: list[logging.Handler] = []
+        self._guards: list[tuple[logging.Logger, logging.Handler]] = []
         if bar:
             self._guard_log_records()
 
@@ -87,8 +87,8 @@ class Console(Sink):
 
     def close(self) -> None:
         """Leave the bar as the last line and give the terminal back."""
-        for guard in self._guards:
-            logging.getLogger().removeHandler(guard)
+        for logger, guard in self._guards:
+            logger.removeHandler(guard)
         if self._bar and self._row is not None:
             self._stream.write("\n")
             self._row = None
@@ -127,11 +127,14 @@ class Console(Sink):
 
     def _guard_log_records(self) -> None:
         """Erase the bar before the first handler writes a record, and draw it again after the last."""
-        root = logging.getLogger()
-        before, after = _Callback(self._erase), _Callback(self._draw)
-        root.handlers.insert(0, before)
-        root.addHandler(after)
-        self._guards = [before, after]
+        for logger in (
+            logging.getLogger(),
+            logging.getLogger("torchtitan"),
+        ):  # a run's own does not propagate
+            before, after = _Callback(self._erase), _Callback(self._draw)
+            logger.handlers.insert(0, before)
+            logger.addHandler(after)
+            self._guards += [(logger, before), (logger, after)]
 
 
 class _Callback(logging.Handler):

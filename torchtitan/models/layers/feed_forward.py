@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ class FeedForward(nn.Module, Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Settings that every kind has."""
+
+        ONE_GRAPH: ClassVar[bool] = True
+        """Whether torch.compile makes one graph of it."""
 
         def build(self, *, dim: int, init_std: float, residual_std: float) -> "FeedForward":
             """Make the layer; ``residual_std`` is for the projection that writes to the residual stream."""

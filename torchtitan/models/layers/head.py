@@ -104,17 +104,15 @@ class Head(nn.Module, Configurable):
         )
 
     def logits(self, hidden_states: Tensor, places: Tensor) -> Tensor:
-        """``(B, S, D), (B,) -> (B, V)`` in float32, of the whole vocabulary, without gradients: for generation.
+        """``(B, S, D), (N,) -> (N, V)`` in float32, of the whole vocabulary, without gradients: for generation and evaluation.
 
         Args:
             hidden_states: ``(B, S, D)``; under sequence parallel ``(B, S/tp, D)``.
-            places: for each row the token, 0 to S - 1, after which the next one is asked for.
+            places: which of the B * S tokens the next one is asked for.
         """
-
-        def compute(states: Tensor) -> Tensor:
-            return self._logits(states[torch.arange(len(places), device=places.device), places])
-
-        return self(hidden_states, operation=compute)
+        return self(
+            hidden_states, operation=lambda states: self._logits(states.flatten(0, 1)[places])
+        )
 
     def log_probs(
         self, hidden_states: Tensor, labels: Tensor, *, temperature: float = 1.0

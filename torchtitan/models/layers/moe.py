@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class MoE(FeedForward):
         """Settings of `MoE`."""
 
         OPERATIONAL = frozenset({"matmul", "log_experts"})
+        ONE_GRAPH: ClassVar[bool] = False
 
         n_experts: int
         """Experts of the layer, of which a token uses `router.top_k`."""

@@ -122,9 +122,12 @@ def test_style(tmp_path, style, bar):
     assert ("\r" in stream.getvalue()) == bar
 
 
-def test_log_records_and_validations_move_up_above_the_bar(tmp_path):
+@pytest.mark.parametrize("owner", ["", "torchtitan"])
+def test_log_records_and_validations_move_up_above_the_bar(owner, tmp_path, monkeypatch):
+    """Whether the handler is the application's, or the one that a run gives the package's own logger."""
     stream = Terminal()
-    root, log = logging.getLogger(), logging.getLogger("test_console")
+    root, log = logging.getLogger(owner), logging.getLogger(f"{owner or 'a'}.test_console")
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", not owner)
     handlers = list(root.handlers)
     handler = logging.StreamHandler(stream)
     root.addHandler(handler)
@@ -159,7 +162,9 @@ def test_log_records_survive_a_terminal_that_is_gone(tmp_path, monkeypatch):
     logging.getLogger("test_console").warning("still running")
     with pytest.raises(ValueError, match="closed file"):
         console.close()
-    assert not any(isinstance(h, console_module._Callback) for h in logging.getLogger().handlers)
+    for owner in ("", "torchtitan"):
+        handlers = logging.getLogger(owner).handlers
+        assert not any(isinstance(h, console_module._Callback) for h in handlers)
 
 
 def test_further_metrics_are_shown_by_name(tmp_path):
