@@ -70,6 +70,11 @@ IMPORTS = {  # what a training script imports
     ),
     "public torchtitan 0.3.0, its trainer": (PUBLIC, "import torchtitan.train"),
 }
+QUESTIONS: dict[str, dict[str, Any]] = {  # of whole processes
+    "help": HELP,
+    "help of a run": HELP_OF_A_RUN,
+    "import": IMPORTS,
+}
 
 
 def whole_process(
@@ -113,8 +118,10 @@ def first_step(start: Callable[[], Worker]) -> Measured:
         return {"seconds": seconds, "cpu_s": worker.ask("facts")["cpu_s"]}
 
 
-def measures_of(folder: str, setup: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """All questions: what is measured, and by which call."""
+def measures_of(
+    question: str, folder: str, setup: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Callable[[], Measured]]:
+    """What is measured for a question, and by which call. The peers' environments are made where they are missing."""
 
     def python_of(env: Environment | None) -> Path | None:
         return None if env is None else environment(*env)
@@ -125,21 +132,17 @@ def measures_of(folder: str, setup: dict[str, Any], args: argparse.Namespace) ->
     def process(env: Environment | None, code: str, *arguments: str) -> Callable[[], Measured]:
         return partial(whole_process, python_of(env), code, folder, arguments)
 
+    if question != "first step":
+        return {name: process(*of) for name, of in kept(QUESTIONS[question]).items()}
     scripts = {OURS: ("torchtitan_step.py", HERE), BARE: ("bare_step.py", HERE)} | PEERS
     environ = {"HF_HUB_OFFLINE": "1"}
     if args.threads:
         environ["OMP_NUM_THREADS"] = str(args.threads)
     return {
-        "help": {name: process(*of) for name, of in kept(HELP).items()},
-        "help of a run": {name: process(*of) for name, of in kept(HELP_OF_A_RUN).items()},
-        "import": {name: process(*of) for name, of in kept(IMPORTS).items()},
-        "first step": {
-            name: partial(
-                first_step,
-                partial(Worker, name, script, setup, python=python_of(env), environ=environ),
-            )
-            for name, (script, env) in kept(scripts).items()
-        },
+        name: partial(
+            first_step, partial(Worker, name, script, setup, python=python_of(env), environ=environ)
+        )
+        for name, (script, env) in kept(scripts).items()
     }
 
 
@@ -148,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", nargs="*", default=[], help="words of what to leave out")
-    parser.add_argument("--only", nargs="*", help="of: help, help of a run, import, first step")
+    parser.add_argument(
+        "--only", nargs="*", choices=[*QUESTIONS, "first step"], default=[*QUESTIONS, "first step"]
+    )
     parser.add_argument("--threads", type=int, help="of each first step; the default is torch's")
     parser.add_argument("--json", type=Path, help="write the result there too")
     args = parser.parse_args()
@@ -159,9 +164,8 @@ def main() -> None:
     print(head)
     with tempfile.TemporaryDirectory() as folder:
         setup = make_contest(Path(folder), sizes)
-        for question, measures in measures_of(folder, setup, args).items():
-            if args.only and question not in args.only:
-                continue
+        for question in args.only:
+            measures = measures_of(question, folder, setup, args)
             found = in_turn(measures, rounds=args.rounds, warmup=1)
             result[question] = {
                 name: {
