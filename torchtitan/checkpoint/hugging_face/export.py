@@ -207,7 +207,10 @@ def _write_weights(
                 kept[name] = tensor.to("cpu", dtype, copy=True).contiguous()
         if rank == shard.writer:
             path = to / _file_name(shards, number)
+            path.touch()
+            mode = path.stat().st_mode  # as the user's settings make files; save_file's are for its owner only
             save_file(kept, path, metadata={"format": "pt"})
+            path.chmod(mode)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
