@@ -208,7 +208,8 @@ def _write_weights(
         if rank == shard.writer:
             path = to / _file_name(shards, number)
             path.touch()
-            mode = path.stat().st_mode  # as the user's settings make files; save_file's are for its owner only
+            # As the user's settings make files; save_file's are for its owner only.
+            mode = path.stat().st_mode
             save_file(kept, path, metadata={"format": "pt"})
             path.chmod(mode)
             with path.open("rb") as file:
