@@ -17,9 +17,9 @@ from torch import Tensor
 from torchtitan.batch import Batch
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.folder import CheckpointFolder
-from torchtitan.config import Configurable, Problem, to_dict
+from torchtitan.config import Configurable, Problem, check_tree, to_dict
 from torchtitan.data.loader import Loader
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, too_many_entries
 from torchtitan.debug.dry_run import plan
 from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
@@ -47,6 +47,7 @@ from torchtitan.training.rules import (
     check_compiled,
     check_gpu,
     check_offload,
+    check_parameters,
     check_updates,
 )
 from torchtitan.training.samples import Samples
@@ -135,6 +136,7 @@ class Trainer(Configurable):
                 yield from (problem.within("model") for problem in self.model.check_one_graph())
             yield from check_budget(self.parallelism, self.activation_checkpointing)
             yield from check_offload(self.optimizer, self.training)
+            yield from self.tokenizer.check_fits(self.model.vocab_size)
             if self.training.epochs is not None:
                 yield from self.data.check_epochs(self.training.epochs)
             parts = {
@@ -164,6 +166,10 @@ class Trainer(Configurable):
                 degrees = self.parallelism.resolve(world_size)
                 found += [(p, "training") for p in training.check_rows(degrees.data)]
                 found += check_updates(self.optimizer, training, degrees)
+                sound = not check_tree(self.model, 1) and not check_tree(self.optimizer, 1)
+                if sound and all(section != "model" for _, section in found):
+                    problems = check_parameters(self.optimizer, self.model, degrees)
+                    found += [(p, "optimizer") for p in problems]
                 if self.samples:
                     found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
@@ -437,13 +443,11 @@ class Trainer(Configurable):
         return self.models["policy"].objective.prepare(batch, models)
 
     def _build_tokenizer(self) -> Tokenizer:
+        """Load it; one that was downloaded just now is compared with the model here, others by the config's check."""
         tokenizer = self.config.tokenizer.build()
         rows = self.config.model.vocab_size
         if tokenizer.vocab_size > rows:
-            raise ConfigError(
-                f"model.vocab_size={rows} is less than the tokenizer's {tokenizer.vocab_size} entries; "
-                f"set model.vocab_size to at least {tokenizer.vocab_size}"
-            )
+            raise ConfigError(str(too_many_entries(tokenizer.vocab_size, rows)))
         return tokenizer
 
     def _build_policy(self) -> Trainable:
