@@ -240,49 +240,62 @@ class Trainer(Configurable):
         self.device = pick_device(training.device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.mesh = config.parallelism.build(self.device)
-        if training.deterministic or torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(training.deterministic)  # imports the compiler: 1 s
-        seed_everything(training.seed, self.mesh.rank)
-        self.tokenizer = self._build_tokenizer()
-        self.loader = self._open_loader(config.data)
-        self.n_steps = self._count_steps()
-        """Optimizer steps in all."""
-        self.config = config = config.resolved(self.n_steps)
-        self.saved_config = masked(to_dict(config))
-        """The config as it is written to files: without secrets."""
-        self.models = {"policy": self._build_policy()}
-        self.loader_state: dict[str, Any] | None = None
-        rows = training.global_batch_rows // self.mesh.dp_world_size
-        pipeline = config.parallelism.pipeline
-        self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
-            self.mesh.degrees.pp, rows
-        )
-        self.checkpointer = config.checkpoint.build(folder=self.folder)
-        self.validation = config.validation and config.validation.build(
-            engine=self.models["policy"].engine,
-            loader=self._open_loader(config.validation.data),
-            micro_batch_rows=self.micro_batch_rows,
-        )
-        self.samples = config.samples and config.samples.build(
-            model=self.models["policy"].model,
-            tokenizer=self.tokenizer,
-            mesh=self.mesh,
-            data=config.validation.data if config.validation else config.data,
-            seq_len=training.seq_len,
-        )
-        self._resume()
-        self.metrics = config.metrics.build(
-            folder=self.folder,
-            run=self._run_info(),
-            models={name: trainable.model for name, trainable in self.models.items()},
-        )
-        self.guard = Guard(
-            self.device, self.mesh.world_size, in_backward=config.optimizer.in_backward
-        )
-        self.stop = StopRequest()
-        self._together = True
-        """Whether all ranks are at the same place; not so after an error of one of them."""
+        self._building = True
+        # If something cannot be built, what is open by then is closed.
+        with contextlib.ExitStack() as opened:
+            self.mesh = config.parallelism.build(self.device)
+            opened.callback(self._leave)
+            if training.deterministic or torch.are_deterministic_algorithms_enabled():
+                # It imports the compiler: 1 s.
+                torch.use_deterministic_algorithms(training.deterministic)
+            seed_everything(training.seed, self.mesh.rank)
+            self.tokenizer = self._build_tokenizer()
+            self.loader = self._open_loader(config.data)
+            opened.callback(self.loader.close)
+            self.n_steps = self._count_steps()
+            """Optimizer steps in all."""
+            self.config = config = config.resolved(self.n_steps)
+            self.saved_config = masked(to_dict(config))
+            """The config as it is written to files: without secrets."""
+            self.models = {"policy": self._build_policy()}
+            self.loader_state: dict[str, Any] | None = None
+            rows = training.global_batch_rows // self.mesh.dp_world_size
+            pipeline = config.parallelism.pipeline
+            self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+                self.mesh.degrees.pp, rows
+            )
+            self.checkpointer = config.checkpoint.build(folder=self.folder)
+            opened.callback(self.checkpointer.close)
+            self.validation = config.validation and config.validation.build(
+                engine=self.models["policy"].engine,
+                loader=self._open_loader(config.validation.data),
+                micro_batch_rows=self.micro_batch_rows,
+            )
+            if self.validation:
+                opened.callback(self.validation.close)
+            self.samples = config.samples and config.samples.build(
+                model=self.models["policy"].model,
+                tokenizer=self.tokenizer,
+                mesh=self.mesh,
+                data=config.validation.data if config.validation else config.data,
+                seq_len=training.seq_len,
+            )
+            self._resume()
+            self.metrics = config.metrics.build(
+                folder=self.folder,
+                run=self._run_info(),
+                models={name: trainable.model for name, trainable in self.models.items()},
+            )
+            opened.callback(self.metrics.close)
+            self.guard = Guard(
+                self.device, self.mesh.world_size, in_backward=config.optimizer.in_backward
+            )
+            self.stop = StopRequest()
+            self._together = True
+            """Whether all ranks are at the same place; not so after an error of one of them."""
+            self._opened = opened.pop_all()
+            """What `close` closes, the last first."""
+            self._building = False
 
     def train(self) -> None:
         """Train to the last step.
@@ -395,12 +408,13 @@ class Trainer(Configurable):
 
     def close(self) -> None:
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
-        self.metrics.close()
-        self.loader.close()
-        if self.validation:
-            self.validation.close()
-        self.checkpointer.close()
-        self.mesh.close(together=self._together)
+        self._opened.close()
+
+    def _leave(self) -> None:
+        if self._building:
+            self.mesh.abandon()
+        else:
+            self.mesh.close(together=self._together)
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
