@@ -113,8 +113,12 @@ def first_step(start: Callable[[], Worker]) -> Measured:
         return {"seconds": seconds, "cpu_s": worker.ask("facts")["cpu_s"]}
 
 
-def measures_of(folder: str, setup: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """All questions: what is measured, and by which call."""
+Question = Callable[[], dict[str, Callable[[], Measured]]]
+"""What is measured, by which call; it sets the environments up that it needs, so it is for those that are asked alone."""
+
+
+def questions(folder: str, setup: dict[str, Any], args: argparse.Namespace) -> dict[str, Question]:
+    """All of them by name."""
 
     def python_of(env: Environment | None) -> Path | None:
         return None if env is None else environment(*env)
@@ -125,15 +129,18 @@ def measures_of(folder: str, setup: dict[str, Any], args: argparse.Namespace) ->
     def process(env: Environment | None, code: str, *arguments: str) -> Callable[[], Measured]:
         return partial(whole_process, python_of(env), code, folder, arguments)
 
+    def processes(names: dict[str, Any]) -> Question:
+        return lambda: {name: process(*of) for name, of in kept(names).items()}
+
     scripts = {OURS: ("torchtitan_step.py", HERE), BARE: ("bare_step.py", HERE)} | PEERS
     environ = {"HF_HUB_OFFLINE": "1"}
     if args.threads:
         environ["OMP_NUM_THREADS"] = str(args.threads)
     return {
-        "help": {name: process(*of) for name, of in kept(HELP).items()},
-        "help of a run": {name: process(*of) for name, of in kept(HELP_OF_A_RUN).items()},
-        "import": {name: process(*of) for name, of in kept(IMPORTS).items()},
-        "first step": {
+        "help": processes(HELP),
+        "help of a run": processes(HELP_OF_A_RUN),
+        "import": processes(IMPORTS),
+        "first step": lambda: {
             name: partial(
                 first_step,
                 partial(Worker, name, script, setup, python=python_of(env), environ=environ),
@@ -159,10 +166,10 @@ def main() -> None:
     print(head)
     with tempfile.TemporaryDirectory() as folder:
         setup = make_contest(Path(folder), sizes)
-        for question, measures in measures_of(folder, setup, args).items():
+        for question, prepare in questions(folder, setup, args).items():
             if args.only and question not in args.only:
                 continue
-            found = in_turn(measures, rounds=args.rounds, warmup=1)
+            found = in_turn(prepare(), rounds=args.rounds, warmup=1)
             result[question] = {
                 name: {
                     clock: spread([m[clock] for m in measured]) for clock in ("seconds", "cpu_s")

@@ -60,6 +60,10 @@ def test_flops_are_counted_beside_products_of_the_same_process(tmp_path, monkeyp
 
 
 def test_a_command_is_measured_to_its_end(tmp_path, monkeypatch):
+    def install(name, *_):
+        pytest.fail(f"{name} is installed, and nobody asked for it")
+
+    monkeypatch.setattr(first_step, "environment", install)
     path = tmp_path / "result.json"
     run(
         first_step.main,
