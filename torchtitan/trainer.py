@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,7 +289,10 @@ class Trainer(Configurable):
             )
             opened.callback(self.metrics.close)
             self.guard = Guard(
-                self.device, self.mesh.world_size, in_backward=config.optimizer.in_backward
+                self.device,
+                self.mesh.world_size,
+                in_backward=config.optimizer.in_backward,
+                most_empty=self._most_empty_steps(),
             )
             self.stop = StopRequest()
             self._together = True
@@ -364,7 +368,18 @@ class Trainer(Configurable):
             progress["epoch"] = self.step * self.config.training.global_batch_rows / rows
         if fed.utilisation is not None:
             progress["packing"] = fed.utilisation
+        if self.guard.empty_steps:
+            progress["empty_steps"] = self.guard.empty_steps
         return progress
+
+    def _most_empty_steps(self) -> int | None:
+        """Steps in a row without a token to learn from that are an epoch, or all of a fresh run."""
+        rows, limits = self.loader.packed_rows, list[int]()
+        if rows is not None:
+            limits.append(math.ceil(rows / self.config.training.global_batch_rows))
+        if self.step == 0:
+            limits.append(self.n_steps)
+        return max(1, min(limits)) if limits else None
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
@@ -375,7 +390,10 @@ class Trainer(Configurable):
         policy.updates.begin(self.guard.bad)
         loss = policy.engine.forward_backward(microbatches, totals, self.step + 1)
         grad_norm = policy.updates.clip()
-        skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
+        learned = totals[policy.objective.main_loss]
+        skip = self.guard.update(
+            self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank, learned
+        )
         policy.updates.finish(skip)  # nothing is left to do after updates in the backward
         module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
