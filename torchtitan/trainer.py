@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch import Tensor
 from torchtitan.batch import Batch
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.folder import CheckpointFolder
-from torchtitan.config import Configurable, Problem, to_dict
+from torchtitan.config import Configurable, Problem, check_tree, to_dict
 from torchtitan.data.loader import Loader
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, too_many_entries
 from torchtitan.debug.dry_run import plan
 from torchtitan.errors import ConfigError, DataError, NumericsError, Preempted
 from torchtitan.metrics import Metrics, RunInfo
@@ -47,6 +48,7 @@ from torchtitan.training.rules import (
     check_compiled,
     check_gpu,
     check_offload,
+    check_parameters,
     check_updates,
 )
 from torchtitan.training.samples import Samples
@@ -135,6 +137,7 @@ class Trainer(Configurable):
                 yield from (problem.within("model") for problem in self.model.check_one_graph())
             yield from check_budget(self.parallelism, self.activation_checkpointing)
             yield from check_offload(self.optimizer, self.training)
+            yield from self.tokenizer.check_fits(self.model.vocab_size)
             if self.training.epochs is not None:
                 yield from self.data.check_epochs(self.training.epochs)
             parts = {
@@ -164,6 +167,10 @@ class Trainer(Configurable):
                 degrees = self.parallelism.resolve(world_size)
                 found += [(p, "training") for p in training.check_rows(degrees.data)]
                 found += check_updates(self.optimizer, training, degrees)
+                sound = not check_tree(self.model, 1) and not check_tree(self.optimizer, 1)
+                if sound and all(section != "model" for _, section in found):
+                    problems = check_parameters(self.optimizer, self.model, degrees)
+                    found += [(p, "optimizer") for p in problems]
                 if self.samples:
                     found += [(p, "samples") for p in self.samples.check_degrees(degrees)]
             yield from (problem.within(section) for problem, section in found)
@@ -234,49 +241,65 @@ class Trainer(Configurable):
         self.device = pick_device(training.device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.mesh = config.parallelism.build(self.device)
-        if training.deterministic or torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(training.deterministic)  # imports the compiler: 1 s
-        seed_everything(training.seed, self.mesh.rank)
-        self.tokenizer = self._build_tokenizer()
-        self.loader = self._open_loader(config.data)
-        self.n_steps = self._count_steps()
-        """Optimizer steps in all."""
-        self.config = config = config.resolved(self.n_steps)
-        self.saved_config = masked(to_dict(config))
-        """The config as it is written to files: without secrets."""
-        self.models = {"policy": self._build_policy()}
-        self.loader_state: dict[str, Any] | None = None
-        rows = training.global_batch_rows // self.mesh.dp_world_size
-        pipeline = config.parallelism.pipeline
-        self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
-            self.mesh.degrees.pp, rows
-        )
-        self.checkpointer = config.checkpoint.build(folder=self.folder)
-        self.validation = config.validation and config.validation.build(
-            engine=self.models["policy"].engine,
-            loader=self._open_loader(config.validation.data),
-            micro_batch_rows=self.micro_batch_rows,
-        )
-        self.samples = config.samples and config.samples.build(
-            model=self.models["policy"].model,
-            tokenizer=self.tokenizer,
-            mesh=self.mesh,
-            data=config.validation.data if config.validation else config.data,
-            seq_len=training.seq_len,
-        )
-        self._resume()
-        self.metrics = config.metrics.build(
-            folder=self.folder,
-            run=self._run_info(),
-            models={name: trainable.model for name, trainable in self.models.items()},
-        )
-        self.guard = Guard(
-            self.device, self.mesh.world_size, in_backward=config.optimizer.in_backward
-        )
-        self.stop = StopRequest()
-        self._together = True
-        """Whether all ranks are at the same place; not so after an error of one of them."""
+        self._building = True
+        # If something cannot be built, what is open by then is closed.
+        with contextlib.ExitStack() as opened:
+            self.mesh = config.parallelism.build(self.device)
+            opened.callback(self._leave)
+            if training.deterministic or torch.are_deterministic_algorithms_enabled():
+                # It imports the compiler: 1 s.
+                torch.use_deterministic_algorithms(training.deterministic)
+            seed_everything(training.seed, self.mesh.rank)
+            self.tokenizer = self._build_tokenizer()
+            self.loader = self._open_loader(config.data)
+            opened.callback(self.loader.close)
+            self.n_steps = self._count_steps()
+            """Optimizer steps in all."""
+            self.config = config = config.resolved(self.n_steps)
+            self.saved_config = masked(to_dict(config))
+            """The config as it is written to files: without secrets."""
+            self.models = {"policy": self._build_policy()}
+            self.loader_state: dict[str, Any] | None = None
+            rows = training.global_batch_rows // self.mesh.dp_world_size
+            pipeline = config.parallelism.pipeline
+            self.micro_batch_rows = training.micro_batch_rows or pipeline.micro_batch_rows(
+                self.mesh.degrees.pp, rows
+            )
+            self.checkpointer = config.checkpoint.build(folder=self.folder)
+            opened.callback(self.checkpointer.close)
+            self.validation = config.validation and config.validation.build(
+                engine=self.models["policy"].engine,
+                loader=self._open_loader(config.validation.data),
+                micro_batch_rows=self.micro_batch_rows,
+            )
+            if self.validation:
+                opened.callback(self.validation.close)
+            self.samples = config.samples and config.samples.build(
+                model=self.models["policy"].model,
+                tokenizer=self.tokenizer,
+                mesh=self.mesh,
+                data=config.validation.data if config.validation else config.data,
+                seq_len=training.seq_len,
+            )
+            self._resume()
+            self.metrics = config.metrics.build(
+                folder=self.folder,
+                run=self._run_info(),
+                models={name: trainable.model for name, trainable in self.models.items()},
+            )
+            opened.callback(self.metrics.close)
+            self.guard = Guard(
+                self.device,
+                self.mesh.world_size,
+                in_backward=config.optimizer.in_backward,
+                most_empty=self._most_empty_steps(),
+            )
+            self.stop = StopRequest()
+            self._together = True
+            """Whether all ranks are at the same place; not so after an error of one of them."""
+            self._opened = opened.pop_all()
+            """What `close` closes, the last first."""
+            self._building = False
 
     def train(self) -> None:
         """Train to the last step.
@@ -345,7 +368,18 @@ class Trainer(Configurable):
             progress["epoch"] = self.step * self.config.training.global_batch_rows / rows
         if fed.utilisation is not None:
             progress["packing"] = fed.utilisation
+        if self.guard.empty_steps:
+            progress["empty_steps"] = self.guard.empty_steps
         return progress
+
+    def _most_empty_steps(self) -> int | None:
+        """Steps in a row without a token to learn from that are an epoch, or all of a fresh run."""
+        rows, limits = self.loader.packed_rows, list[int]()
+        if rows is not None:
+            limits.append(math.ceil(rows / self.config.training.global_batch_rows))
+        if self.step == 0:
+            limits.append(self.n_steps)
+        return max(1, min(limits)) if limits else None
 
     def train_step(self, microbatches: list[Batch]) -> StepMetrics:
         """One optimizer step on this rank's rows."""
@@ -356,7 +390,10 @@ class Trainer(Configurable):
         policy.updates.begin(self.guard.bad)
         loss = policy.engine.forward_backward(microbatches, totals, self.step + 1)
         grad_norm = policy.updates.clip()
-        skip = self.guard.update(self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank)
+        learned = totals[policy.objective.main_loss]
+        skip = self.guard.update(
+            self.step + 1, loss.total, grad_norm, loss.nonfinite_by_rank, learned
+        )
         policy.updates.finish(skip)  # nothing is left to do after updates in the backward
         module_metrics = policy.engine.participants.after_update(skip)
         policy.optimizer.zero_grad()
@@ -389,12 +426,13 @@ class Trainer(Configurable):
 
     def close(self) -> None:
         """Write what is still held back, stop workers and leave the other ranks; also after an error."""
-        self.metrics.close()
-        self.loader.close()
-        if self.validation:
-            self.validation.close()
-        self.checkpointer.close()
-        self.mesh.close(together=self._together)
+        self._opened.close()
+
+    def _leave(self) -> None:
+        if self._building:
+            self.mesh.abandon()
+        else:
+            self.mesh.close(together=self._together)
 
     def _after_step(self) -> None:
         """Everything that happens between steps, each on the same step on all ranks."""
@@ -437,13 +475,11 @@ class Trainer(Configurable):
         return self.models["policy"].objective.prepare(batch, models)
 
     def _build_tokenizer(self) -> Tokenizer:
+        """Load it; one that was downloaded just now is compared with the model here, others by the config's check."""
         tokenizer = self.config.tokenizer.build()
         rows = self.config.model.vocab_size
         if tokenizer.vocab_size > rows:
-            raise ConfigError(
-                f"model.vocab_size={rows} is less than the tokenizer's {tokenizer.vocab_size} entries; "
-                f"set model.vocab_size to at least {tokenizer.vocab_size}"
-            )
+            raise ConfigError(str(too_many_entries(tokenizer.vocab_size, rows)))
         return tokenizer
 
     def _build_policy(self) -> Trainable:

@@ -122,12 +122,24 @@ PROVED = {name: case for name, case in GRID.items() if name not in REFUSED}
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[set[str]]:
-    """Names of cases that passed; a run that goes beyond the slice writes them down."""
-    passed: set[str] = set()
-    yield passed
-    if len(passed) > len(SLICE):
-        PAGE.write_text(composability(passed), encoding="utf-8")
+def page() -> Iterator[dict[str, bool]]:
+    """By name of each case that ran, whether it passed; a run that goes beyond the slice writes them down."""
+    ran: dict[str, bool] = {}
+    yield ran
+    if ran.keys() - {str(case) for case in SLICE}:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(composability(proved(text, ran)), encoding="utf-8")
+
+
+def proved(text: str, ran: dict[str, bool]) -> set[str]:
+    """What the page says after a run, which may have been of some cases only: of the others, what it said before.
+
+    Args:
+        text: the page as it is.
+        ran: name of a case -> whether it passed.
+    """
+    before = set(re.findall(r"\| `(.+)` \|", text)) & PROVED.keys()
+    return {name for name in before | ran.keys() if ran.get(name, True)}
 
 
 @pytest.mark.parametrize(
@@ -136,10 +148,11 @@ def page() -> Iterator[set[str]]:
     ids=str,
 )
 def test_mesh_equals_one_process(ranks, tmp_path, one_process, page, case):
+    page[str(case)] = False
     want = one_process(case)
     results = ranks(run, case.world, tmp_path, case, timeout_s=600)
     assert_equal(results, want, WEIGHTS_REL[case.options.get("optimizer", "adamw")])
-    page.add(str(case))
+    page[str(case)] = True
 
 
 def skip_a_parameter(patch: pytest.MonkeyPatch) -> None:
@@ -204,7 +217,7 @@ def composability(passed: set[str]) -> str:
     lines = [
         "# Composability",
         "",
-        "Each mesh below trained as one process does. Written by `./tests/run.sh --slow` from what passed:",
+        "Each mesh below trained as one process does. Written by `./tests/run.sh --slow`: a run adds what passed and takes out what failed;",
         f"{N_STEPS} steps in float32 over packed documents of uneven length, with masked labels and gradient accumulation.",
         "Losses, gradient norms and each parameter's first gradient agree to 1e-5, every token goes to the same experts,",
         f"and each final weight is off by no more than {WEIGHTS_REL['adamw']:.0e} of the way that it moved under AdamW,",
@@ -232,6 +245,15 @@ ABOUT = {
     "deep": "Eight blocks, for eight stages",
     "moe": "Experts",
 }
+
+
+def test_a_run_of_some_cases_keeps_what_the_page_says_of_others():
+    first, second, third, fourth = list(PROVED)[:4]
+    text = composability({first, second, third})
+    assert proved(text, {}) == {first, second, third}
+    assert proved(text, {second: False, third: True, fourth: True}) == {first, third, fourth}
+    gone = text.replace(f"`{first}`", "`a case that is no longer in the grid`")
+    assert proved(gone, {}) == {second, third}
 
 
 def test_the_page_is_about_this_grid():

@@ -1,6 +1,7 @@
 """Text to token ids and back, for any ``tokenizer.json``; a small tokenizer comes with the package."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -80,6 +81,43 @@ class Tokenizer(Configurable):
                     "is no local path, and the package that downloads from the hub is not installed",
                     "run: pip install 'torchtitan[data]', or name a local path",
                 )
+
+            file = self._file_here()
+            if file is not None:
+                try:
+                    _count_entries(file)
+                except ValueError as error:
+                    yield Problem(
+                        "path",
+                        self.path,
+                        f"has a {file.name} that cannot be read ({error})",
+                        "download or copy it again, or name another one",
+                    )
+
+        def check_fits(self, vocab_size: int) -> Iterator[Problem]:
+            """Yield a problem, from the root, if it has more entries than a model of ``vocab_size``.
+
+            One on the hub that was not downloaded yet is compared when it is built.
+            """
+            file = self._file_here()
+            try:
+                entries = 0 if file is None else _count_entries(file)
+            except ValueError:  # `check` says so
+                return
+            if entries > vocab_size:
+                yield too_many_entries(entries, vocab_size)
+
+        def _file_here(self) -> Path | None:
+            """The tokenizer file, if it is on this machine."""
+            if self.path is None:
+                return BUNDLED
+            if Path(self.path).expanduser().exists():
+                return _local_file(self.path)
+            if not _HUB_NAME.fullmatch(self.path) or not is_installed("huggingface_hub"):
+                return None
+            hub = require("huggingface_hub", extra="data", purpose="looking for a tokenizer")
+            found = hub.try_to_load_from_cache(self.path, "tokenizer.json")
+            return Path(found) if isinstance(found, str) else None
 
         def build(self) -> "Tokenizer":
             """Load it, from disk or from the hub.
@@ -250,6 +288,41 @@ class Tokenizer(Configurable):
             found = self.vocab.get(named) if named else None
             return found if kind == "eos" or self._puts_before(found, settings) else None
         return next((self.vocab[name] for name in known if name in self.vocab), None)
+
+
+def too_many_entries(entries: int, vocab_size: int) -> Problem:
+    """What is wrong with a tokenizer of more ``entries`` than the model has rows, from the root."""
+    return Problem(
+        "model.vocab_size",
+        vocab_size,
+        f"is less than the tokenizer's {entries} entries",
+        f"set model.vocab_size to at least {entries}",
+    )
+
+
+def _count_entries(file: Path) -> int:
+    """`Tokenizer.vocab_size` of a ``tokenizer.json``, by its JSON alone; the package that builds it is not imported.
+
+    Raises:
+        ValueError: if the file holds no tokenizer.
+    """
+    stat = file.stat()
+    return _read_entries(file, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _read_entries(file: Path, changed_ns: int, size: int) -> int:
+    """`_count_entries` of the file as it was at a time."""
+    del changed_ns, size
+    data = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        vocab, added = data["model"]["vocab"], data.get("added_tokens") or []
+        ids = vocab if isinstance(vocab, dict) else {name: i for i, (name, _) in enumerate(vocab)}
+        # The package goes by the names, and numbers new ones by itself, whatever the file says.
+        new = {token["content"] for token in added} - ids.keys()
+        return max(max(ids.values()) + 1, len(vocab) + len(new))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it has no vocabulary: {error!r}") from error
 
 
 def _find(path: str | None) -> tuple[Path, dict[str, Any]]:

@@ -123,14 +123,22 @@ class Metrics(Configurable):
                     "pass models=..., or remove the probes"
                 )
             probes = [probe.build() for probe in self.probes]
-            sinks = self._open_sinks(Path(folder), run, stream) if run.rank == 0 else {}
-            return Metrics(self, run, sinks, probes, models or {})
+            sinks: dict[str, Sink] = {}
+            try:
+                if run.rank == 0:
+                    self._open_sinks(sinks, Path(folder), run, stream)
+                return Metrics(self, run, sinks, probes, models or {})
+            except BaseException:
+                for sink in sinks.values():
+                    with contextlib.suppress(Exception):  # the first error is the one to tell
+                        sink.close()
+                raise
 
-        def _open_sinks(self, folder: Path, run: RunInfo, stream: TextIO | None) -> dict[str, Sink]:
+        def _open_sinks(
+            self, sinks: dict[str, Sink], folder: Path, run: RunInfo, stream: TextIO | None
+        ) -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            sinks: dict[str, Sink] = {
-                "metrics.jsonl": Jsonl(folder / "metrics.jsonl", run.start_step)
-            }
+            sinks["metrics.jsonl"] = Jsonl(folder / "metrics.jsonl", run.start_step)
             if self.console.enabled:
                 sinks["console"] = self.console.build(folder=folder, run=run, stream=stream)
             # in the order in which they close: the plots first, as the others may wait for a network
@@ -149,7 +157,6 @@ class Metrics(Configurable):
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
                     log.warning("metrics.%s could not start and is left out: %r", name, error)
-            return sinks
 
     def __init__(
         self,

@@ -161,7 +161,8 @@ class Decoder(Model):
                 if part is not None
                 for key, size in part.divided_sizes().items()
             }
-            valid = divisors(math.gcd(*sizes.values()))
+            fitting = divisors(math.gcd(*sizes.values()))
+            valid = [n for n in fitting if self._every_rank_has_entries(n)]
             for path, size in sizes.items():
                 if size % tp:
                     yield Problem(
@@ -170,15 +171,19 @@ class Decoder(Model):
                         f"does not divide by parallelism.tp={tp}",
                         f"set parallelism.tp to one of {valid}",
                     )
-            if (tp - 1) * -(-self.vocab_size // tp) >= self.vocab_size:
+            if not self._every_rank_has_entries(tp):
                 yield Problem(
                     "vocab_size",
                     self.vocab_size,
                     f"leaves some of the parallelism.tp={tp} ranks without an entry",
-                    "set a smaller parallelism.tp",
+                    f"set parallelism.tp to one of {valid}",
                 )
             for problem in self.feed_forward.check_stream(tp, degrees.sequence_shards):
                 yield problem.within("feed_forward")
+
+        def _every_rank_has_entries(self, tp: int) -> bool:
+            """Whether the vocabulary, dealt in equal parts of which the last may be smaller, reaches all ``tp`` ranks."""
+            return (tp - 1) * -(-self.vocab_size // tp) < self.vocab_size
 
         def build(self) -> "Decoder":
             """Make the decoder."""

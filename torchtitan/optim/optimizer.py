@@ -2,10 +2,11 @@
 
 # Shapes: R rows and C columns of a rank's part of a parameter, all its dimensions but the last flattened into rows.
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, prod
 from typing import ClassVar
 
 import torch
@@ -13,14 +14,16 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import Configurable, Problem
 from torchtitan.errors import ConfigError
-from torchtitan.optim.param_groups import ParamGroup, group_parameters
+from torchtitan.optim.param_groups import ParamGroup, check_patterns, group_parameters
 from torchtitan.optim.rounding import Noise, stochastic_round
 from torchtitan.optim.state import (
     Plain,
     State,
     StateDtype,
     block_of,
+    cuts_blocks,
     element_bytes,
+    fitting_block,
     make_state,
     matrix_of,
     misfit,
@@ -131,6 +134,39 @@ class Optimizer(Configurable):
             if self.block_size is not None and (self.block_size < 16 or self.block_size % 2):
                 yield Problem(
                     "block_size", self.block_size, "is not even and at least 16", "set 64 or 256"
+                )
+
+        def check_parameters(
+            self, named_parameters: Mapping[str, tuple[Tensor, int]], tp: int
+        ) -> Iterator[Problem]:
+            """Yield what does not fit the parameters of a model.
+
+            Args:
+                named_parameters: name -> the whole trainable parameter, and the ranks that its last dimension is dealt to.
+                tp: ranks of tensor parallelism, for the text.
+            """
+            yield from check_patterns(self.param_groups, list(named_parameters))
+            cut: dict[str, tuple[int, int]] = {}
+            fitting: set[int | None] = set()
+            for name, (parameter, ranks) in named_parameters.items():
+                block, columns = (
+                    block_of(parameter, self.state_dtype, self.block_size),
+                    parameter.shape[-1],
+                )
+                if block and cuts_blocks(columns, ranks, block):
+                    cut.setdefault(re.sub(r"\.\d+\.", ".*.", name), (columns, block))
+                    fitting.add(fitting_block(columns, ranks, block))
+            if cut:
+                parts = [f"{name} ({columns} columns)" for name, (columns, _) in cut.items()]
+                blocks = sorted({str(block) for _, block in cut.values()})
+                sizes = [size for size in fitting if size is not None]
+                smaller = [] if None in fitting else [f"optimizer.block_size={gcd(*sizes)}"]
+                yield Problem(
+                    "state_dtype",
+                    self.state_dtype,
+                    f"keeps blocks of {' or '.join(blocks)} elements, and parallelism.tp={tp} cuts them in "
+                    f"{', '.join(parts)}",
+                    f"set {' or '.join([*smaller, 'optimizer.state_dtype=bfloat16'])}",
                 )
 
         def build(

@@ -1,7 +1,7 @@
 """Which parameter gets which settings."""
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -89,3 +89,15 @@ def group_parameters(
             f"write patterns over names such as {names[:3]}"
         )
     return list(groups.items())
+
+
+def check_patterns(patterns: list[ParamGroup.Config], names: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each pattern that matches none of ``names``, those of all trainable parameters."""
+    for i, group in enumerate(patterns):
+        if not any(fnmatch.fnmatchcase(name, group.pattern) for name in names):
+            yield Problem(
+                f"param_groups.{i}.pattern",
+                group.pattern,
+                f"matches none of the {len(names)} trainable parameters",
+                f"write one over names such as {', '.join(names[:3])}",
+            )

@@ -215,15 +215,25 @@ def misfit(parameter: Tensor, block: int) -> str | None:
         if getattr(placement, "dim", None) == last:  # is_shard() denies strided shards
             ranks *= size
     columns = parameter.shape[-1]
-    if columns % (ranks * block) == 0:
+    if not cuts_blocks(columns, ranks, block):
         return None
-    fitting = math.gcd(columns // ranks, block) if columns % ranks == 0 else 0
-    remedy = (
-        f"set optimizer.block_size={fitting}"
-        if fitting >= _MIN_BLOCK
-        else "set optimizer.state_dtype=bfloat16"
+    fitting = fitting_block(columns, ranks, block)
+    remedy = f"block_size={fitting}" if fitting else "state_dtype=bfloat16"
+    return (
+        f"its {columns} columns over {ranks} ranks cut blocks of {block} elements; "
+        f"set optimizer.{remedy}"
     )
-    return f"its {columns} columns over {ranks} ranks cut blocks of {block} elements; {remedy}"
+
+
+def cuts_blocks(columns: int, ranks: int, block: int) -> bool:
+    """Whether ``columns``, dealt to ``ranks``, are cut within a block of ``block`` elements."""
+    return columns % (ranks * block) != 0
+
+
+def fitting_block(columns: int, ranks: int, block: int) -> int | None:
+    """The largest part of ``block`` that ``columns`` over ``ranks`` do not cut; None if that is too small."""
+    fitting = math.gcd(columns // ranks, block) if columns % ranks == 0 else 0
+    return fitting if fitting >= _MIN_BLOCK else None
 
 
 def companion(parameter: Tensor, dtype: torch.dtype, *, per: int = 1, offload: bool) -> Tensor:

@@ -83,7 +83,8 @@ class ActivationCheckpointing(Configurable):
         offload: bool = False
         """Let what is kept, whatever the mode, wait in host memory; on GPUs the copies run beside the computation."""
         every_n_blocks: int = 1
-        """Blocks between two checkpointed ones, counted from the first: 2 leaves every second one as it is."""
+        """Blocks between two checkpointed ones, counted from the first: 2 leaves every second one as it is. Not with
+        `budget`."""
         save_every_n_matmuls: int = 2
         """For `selective`: 1 keeps the results of all matmuls, 2 of every second one, 0 of none."""
 
@@ -95,6 +96,13 @@ class ActivationCheckpointing(Configurable):
                     self.every_n_blocks,
                     "is not positive",
                     "set 1 for every block, or mode none for no block",
+                )
+            elif self.every_n_blocks > 1 and self.mode == "budget":
+                yield Problem(
+                    "every_n_blocks",
+                    self.every_n_blocks,
+                    "leaves blocks out, but mode=budget is for all of them: they share one compiled graph",
+                    "set 1 and a higher memory_budget, or mode full or selective",
                 )
             if self.save_every_n_matmuls < 0:
                 yield Problem(

@@ -167,6 +167,14 @@ class Mesh(Configurable):
         self.owns_process_group = not dist.is_initialized()
         if self.owns_process_group:
             _init_process_group(device, config.timeout_s)
+        try:
+            self._make_axes(config)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _make_axes(self, config: Config) -> None:
+        """Name the ranks of the process group, and make the axes."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.degrees = d = config.resolve(self.world_size)
         """Ranks along each axis."""
@@ -251,10 +259,23 @@ class Mesh(Configurable):
             together: all ranks come here, so they may wait for each other. False after an error of this rank alone:
                 the others hang in a collective, and it is for the launcher to end them.
         """
-        if self.owns_process_group and together and dist.is_initialized():
-            if self.world_size > 1:
-                dist.barrier(self.control)  # gloo may abort the slower rank otherwise
-            dist.destroy_process_group()
+        if not (self.owns_process_group and dist.is_initialized()):
+            return
+        if self.world_size > 1:
+            if not together:
+                return
+            dist.barrier(self.control)  # gloo may abort the slower rank otherwise
+        dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave the process group after an error, while no collective of this rank is under way, and wait for nobody.
+
+        GPUs of several ranks would wait for the others: their group is for the launcher to end.
+        """
+        if self.owns_process_group and dist.is_initialized():
+            alone = dist.get_world_size() == 1
+            if alone or self.device.type == "cpu":
+                dist.destroy_process_group()
 
 
 def pick_device(kind: str) -> torch.device:

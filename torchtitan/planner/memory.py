@@ -112,7 +112,7 @@ def block_costs(run: Setup, stage: Stage) -> list[Cost]:
     _, _, dim = stage.model.stage_shape(1, 1)
     recompute = run.recompute
     for i, block in enumerate(stage.model.blocks()):
-        checkpointed = recompute.mode == "budget" or i % recompute.every_n_blocks == 0
+        checkpointed = i % recompute.every_n_blocks == 0
         mode = recompute.mode if checkpointed else "none"
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
         key = (type(block), mode, shapes)

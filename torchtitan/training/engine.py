@@ -53,12 +53,12 @@ class Engine:
         self._zero = torch.zeros((), device=mesh.device)
 
     def totals(self, microbatches: Sequence[Batch]) -> dict[str, Tensor]:
-        """The objective's normalizers over all micro-batches and data ranks; at least 1, so that an empty one divides."""
+        """The objective's normalizers over all micro-batches and data ranks; 0 where there is nothing to learn."""
         counts = [self.objective.normalizers(batch) for batch in microbatches]
         names = list(counts[0])
         local = torch.stack([torch.stack([c[name] for c in counts]).sum() for name in names])
         summed = self.mesh.sum_over_data(local.double())
-        return dict(zip(names, summed.clamp(min=1).float().unbind(), strict=True))
+        return dict(zip(names, summed.float().unbind(), strict=True))
 
     def forward_backward(
         self, microbatches: Sequence[Batch], totals: dict[str, Tensor], step: int = 0
@@ -74,8 +74,8 @@ class Engine:
             NumericsError: with ``refuse_bad_loss``, on all ranks, if the loss of one is not finite.
         """
         self._step_number = step
-        context = Context(totals=totals)
-        self.participants.before_step(totals[self.objective.main_loss])
+        context = Context(totals=divisors(totals))
+        self.participants.before_step(context.totals[self.objective.main_loss])
         return self.reduce(self.accumulate(microbatches, context), totals)
 
     def accumulate(self, microbatches: Sequence[Batch], context: Context) -> Sequence[Sums]:
@@ -93,7 +93,7 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Batch], totals: dict[str, Tensor]) -> Sequence[Sums]:
         """The objective's sums of each micro-batch, without gradients; for `reduce`."""
-        context = Context(totals=totals)
+        context = Context(totals=divisors(totals))
         return [self.forward(batch, context) for batch in microbatches]
 
     def forward(self, batch: Batch, context: Context) -> Sums:
@@ -110,6 +110,7 @@ class Engine:
     @torch.no_grad()
     def reduce(self, sums: Sequence[Sums], totals: dict[str, Tensor]) -> StepLoss:
         """Add up micro-batches and data ranks: one all-reduce for all that the step reports."""
+        totals = divisors(totals)
         losses = {name: self._add([s.losses[name] for s in sums]) for name in totals}
         pairs = {
             name: [self._add([s.metrics[name][side] for s in sums]) for side in (0, 1)]
@@ -161,3 +162,8 @@ class Engine:
     def _add(self, values: Sequence[Tensor]) -> Tensor:
         """Their sum; 0 if there are none."""
         return torch.stack(list(values)).sum() if values else self._zero
+
+
+def divisors(totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``totals`` as losses are divided by them: at least 1, so that one of nothing is 0."""
+    return {name: total.clamp(min=1) for name, total in totals.items()}

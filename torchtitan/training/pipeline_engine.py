@@ -17,7 +17,7 @@ from torchtitan.objectives.objective import Context, Objective, Sums
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.parallel.shared_parameters import SharedParameters
-from torchtitan.training.engine import Engine
+from torchtitan.training.engine import Engine, divisors
 
 
 def make_engine(
@@ -94,7 +94,11 @@ class PipelineEngine(Engine):
         """
         self._shared.refresh_copies()
         model, ranks = self.model, self.model.pipeline.rank_of_stage
-        rank, group, context = dist.get_rank(self.model.group), self.model.group, Context(totals)
+        rank, group, context = (
+            dist.get_rank(self.model.group),
+            self.model.group,
+            Context(divisors(totals)),
+        )
         first, *others = model.batch_fields
         sending: list[tuple[Tensor, dist.Work | None]] = []
         outputs: list[Tensor] = []

@@ -3,13 +3,17 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from torchtitan.config.configurable import Problem
+from torchtitan.models.model import Model
 from torchtitan.optim.optimizer import Optimizer
+from torchtitan.optim.state import DEFAULT_BLOCK_SIZE
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.compile import Compile
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.tensor import module_cuts
 from torchtitan.training.settings import Training
 
 
@@ -114,3 +118,32 @@ def check_updates(
             ),
             "training",
         )
+
+
+def check_parameters(
+    optimizer: Optimizer.Config, model: Model.Config, degrees: Degrees
+) -> Iterator[Problem]:
+    """Yield what of the optimizer's settings does not fit the model's parameters, as they are cut over ``degrees``.
+
+    They are known from a model without memory, which is built only for settings that go by them.
+
+    Args:
+        optimizer: settings.
+        model: sound by itself.
+        degrees: of the mesh.
+    """
+    if not optimizer.param_groups and (
+        degrees.tp == 1 or optimizer.state_dtype not in DEFAULT_BLOCK_SIZE
+    ):
+        return
+    with torch.device("meta"):
+        built = model.build()
+    names = {parameter: name for name, parameter in built.named_parameters()}
+    found: dict[str, tuple[Tensor, int]] = {}
+    for module, cut in module_cuts(built).values():
+        for parameter in module.parameters(recurse=False):
+            dealt = cut.shard_dim == parameter.ndim - 1 and not cut.elsewhere
+            if parameter.requires_grad:
+                found[names[parameter]] = parameter, degrees.tp if dealt else 1
+    in_order = {name: found[name] for name in names.values() if name in found}
+    yield from optimizer.check_parameters(in_order, degrees.tp)

@@ -155,6 +155,69 @@ def test_paths_that_are_missing(tmp_path, name, reason):
         config.build()
 
 
+UNIGRAM = [["<unk>", 0.0], ["a", -1.0], ["b", -2.0]]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "added", "entries"),
+    [
+        ({"a": 0, "b": 1}, [], 2),
+        ({"a": 0, "b": 6}, [], 7),  # unused ids count
+        ({"a": 0, "</s>": 1}, ["</s>", "<pad>", "<x>"], 4),
+        ({"a": 0, "b": 6}, ["b", "<pad>"], 7),
+        ({"a": 0, "b": 6}, ["<pad>"], 7),
+        (UNIGRAM, [], 3),
+        (UNIGRAM, ["</s>"], 4),
+    ],
+)
+def test_the_number_of_entries_is_known_without_the_package(tmp_path, vocab, added, entries):
+    words = {"type": "WordLevel", "unk_token": "a"}
+    kind = {"type": "Unigram", "unk_id": 0} if vocab is UNIGRAM else words
+    model = {**kind, "vocab": vocab}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    whole = [
+        {**flags, "special": True, "id": 2 + i, "content": content}
+        for i, content in enumerate(added)
+    ]
+    text = json.dumps({"version": "1.0", "model": model, "added_tokens": whole})
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    config = Tokenizer.Config(path=str(tmp_path), eos_token="a")
+    assert list(config.check()) == list(config.check_fits(entries)) == []
+    (problem,) = config.check_fits(entries - 1)
+    assert str(problem) == (
+        f"model.vocab_size={entries - 1}: is less than the tokenizer's {entries} entries; "
+        f"set model.vocab_size to at least {entries}"
+    )
+    assert config.build().vocab_size == entries
+
+
+def test_counting_entries_imports_nothing_slow():
+    program = (
+        "import sys\n"
+        "from torchtitan.data import Tokenizer\n"
+        "assert list(Tokenizer.Config().check_fits(4095))\n"
+        "assert 'tokenizers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("{}", "it has no vocabulary: KeyError('model')"),
+        ('{"model": {"vocab": {}}}', "it has no vocabulary"),
+    ],
+)
+def test_a_file_without_a_vocabulary_is_found_by_the_check(tmp_path, text, reason):
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    config = Tokenizer.Config(path=str(tmp_path))
+    (problem,) = config.check()
+    assert str(problem).startswith(f"path={tmp_path}: has a tokenizer.json that cannot be read (")
+    assert reason in str(problem)
+    assert list(config.check_fits(1)) == []
+
+
 def test_good_paths_have_no_problem(tmp_path):
     folder = folder_with(tmp_path)
     for path in (None, folder, f"{folder}/tokenizer.json", "gpt2", "org/name"):
@@ -170,6 +233,9 @@ def test_a_hub_name_is_found_in_the_hub_cache_when_offline(tmp_path):
     program = (
         "from torchtitan.data import Tokenizer\n"
         "assert Tokenizer.Config(path='org/name').build().vocab_size == 4096\n"
+        "(problem,) = Tokenizer.Config(path='org/name').check_fits(9)\n"
+        "assert '4096 entries' in str(problem)\n"
+        "assert list(Tokenizer.Config(path='org/other').check_fits(9)) == []\n"
         "try: Tokenizer.Config(path='org/other').build()\n"
         "except ValueError as error: print(error)\n"
     )

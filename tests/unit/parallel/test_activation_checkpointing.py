@@ -185,3 +185,13 @@ def test_selective_does_not_go_with_a_backward_in_two_parts():
     ]
     config.activation_checkpointing = FULL
     assert check_tree(config, 2) == []
+
+
+def test_leaving_blocks_out_is_refused_where_the_compiler_chooses():
+    config = ActivationCheckpointing.Config(mode="budget", every_n_blocks=2)
+    assert [str(problem) for problem in config.check()] == [
+        "every_n_blocks=2: leaves blocks out, but mode=budget is for all of them: they share one compiled graph; "
+        "set 1 and a higher memory_budget, or mode full or selective"
+    ]
+    config.every_n_blocks = 1
+    assert not list(config.check())

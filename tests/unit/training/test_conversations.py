@@ -16,9 +16,12 @@ from torchtitan.data.chat.source import Chat
 from torchtitan.data.chat.stream import SamplePacking, SampleStream
 from torchtitan.data.feed import Part
 from torchtitan.data.stream import FIELDS, new_state
+from torchtitan.errors import DataError
+from torchtitan.metrics.sinks.jsonl import read_rows
 from torchtitan.objectives.next_token import NextToken
 from torchtitan.objectives.objective import Context
 from torchtitan.optim.schedule import Schedule
+from torchtitan.trainer import Trainer
 
 TOKENIZER = Tokenizer.Config().build()
 CHATS = [
@@ -196,3 +199,42 @@ def test_an_answer_of_one_token_is_learned(tmp_path):
                     answer.append(int((hidden[0, -1] @ model.head.weight.t()).argmax()))
             assert answer == [*TOKENIZER.encode(row["completion"]), TOKENIZER.eos_id]
             assert len(answer) == 2
+
+
+def masked_steps(monkeypatch, masked):
+    """Let the steps of these numbers, from 1, have no label."""
+    step, number = Trainer.train_step, iter(range(1, 99))
+
+    def masking(self, microbatches):
+        if next(number) in masked:
+            for batch in microbatches:
+                batch["labels"].fill_(IGNORE_INDEX)
+        return step(self, microbatches)
+
+    monkeypatch.setattr(Trainer, "train_step", masking)
+
+
+def test_a_step_that_learns_nothing_is_a_loss_of_0_a_warning_and_a_metric(
+    tmp_path, monkeypatch, caplog
+):
+    masked_steps(monkeypatch, {2, 3})
+    with running(tiny(tmp_path)) as trainer:
+        trainer.train()
+    found = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["loss"] == row["grad_norm"] == 0 for row in found] == [False, True, True, False]
+    assert [row.get("empty_steps") for row in found] == [None, None, 1, 2]
+    assert sum("no token to learn from" in text for text in caplog.messages) == 1
+
+
+def test_a_run_or_an_epoch_that_learns_nothing_is_an_error(tmp_path, monkeypatch):
+    masked_steps(monkeypatch, {1, 2, 3, 4})
+    with running(tiny(tmp_path)) as trainer, pytest.raises(DataError, match="4 steps in a row"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+    with running(tiny(tmp_path)) as trainer:
+        trainer.loader.packed_rows = 9  # of 8 rows a step
+        assert trainer._most_empty_steps() == 2
+        trainer.step = 1  # as after a resume
+        assert trainer._most_empty_steps() == 2
+        trainer.loader.packed_rows = None
+        assert trainer._most_empty_steps() is None
