@@ -174,6 +174,14 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
         exported(tmp_path / "m", config, model, tokenizer=tmp_path / "t")
 
 
+def test_whoever_may_read_other_files_may_read_the_weights(tmp_path):
+    """A server often runs as another user."""
+    config, model = small()
+    exported(tmp_path / "m", config, model)
+    modes = {(tmp_path / "m" / name).stat().st_mode for name in ("config.json", "model.safetensors")}  # fmt: skip
+    assert len(modes) == 1
+
+
 def test_files_are_5_gib_by_default(tmp_path):
     assert Target(folder=tmp_path).max_shard_bytes == 5 * 2**30
 
