@@ -21,7 +21,10 @@ def config_of(folder, degrees, moe, *, samples):
     config.model.init_std = 0.4  # far from uniform, so that rounding decides no token
     config.optimizer.lr = 1e-4
     for name, degree in degrees.items():
-        setattr(config.parallelism, name, degree)
+        if name == "context":
+            config.parallelism.context.kind = degree
+        else:
+            setattr(config.parallelism, name, degree)
     if samples:
         config.samples = Samples.Config(every_n_steps=2, prompts=PROMPTS, max_new_tokens=6)
     return config
@@ -49,6 +52,7 @@ def trained(folder, degrees, moe, samples):
         ({"dp_shard": 2}, 2, False),
         ({"tp": 2}, 2, False),
         ({"cp": 2}, 2, False),
+        ({"cp": 2, "context": "ulysses"}, 2, False),
         ({"dp_shard": 2, "tp": 2}, 4, False),
         ({"dp_shard": 2, "ep": 2}, 2, True),
         ({"tp": 2, "ep": 2}, 2, True),

@@ -38,9 +38,19 @@ class TextStream:
     def _new_text(self, *, final: bool) -> str:
         # Some tokenizers decode a token by those before it (a leading space): decode with the piece before, and take the difference.
         before = self._decode(self._ids[self._context : self._read])
-        text = self._decode(self._ids[self._context :])[len(before) :]
+        text = self._decode(self._ids[self._context :])
+        n_waiting = len(self._ids) - self._read
+        if not text.startswith(before):
+            # Byte by byte (SentencePiece): characters in a row are decoded once all of them are complete, or not at all.
+            if not final and n_waiting <= _MOST_MISSING:
+                return ""
+            self._context, before = self._read, ""
+            text = self._decode(self._ids[self._context :])
+        text = text[len(before) :]
         cut = len(text) - len(text.rstrip(_CUT))
-        sure = text if final else text[: len(text) - min(cut, _MOST_MISSING)]
+        if n_waiting > _MOST_MISSING:
+            cut = min(cut, _MOST_MISSING)
+        sure = text if final else text[: len(text) - cut]
         new, self._shown = sure[self._shown :], len(sure)
         if len(sure) == len(text):
             self._context, self._read, self._shown = self._read, len(self._ids), 0

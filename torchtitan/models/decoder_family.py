@@ -233,18 +233,24 @@ class DecoderFamily(Family):
     def _read_window(self, reader: "_Reader") -> int | None:
         if self.window == "never":
             return None
-        window = reader.get("sliding_window", None)
+        window = reader.get("sliding_window", 4096)  # what it is in transformers if absent
         if self.window == "size":
             return window
         used, unwindowed = (
             reader.get("use_sliding_window", False),
-            reader.get("max_window_layers", 0),
+            # Of layers with experts all have the window there.
+            0 if self.experts else reader.get("max_window_layers", 28),
         )
-        if not used or unwindowed >= reader.number("num_hidden_layers"):
+        if not used:
             return None
-        if unwindowed:
-            reader.refuse("max_window_layers", "leaves some layers without a window", "all layers are alike here")  # fmt: skip
-        return window
+        n_layers = reader.number("num_hidden_layers")
+        kinds = reader.get("layer_types", None) or [
+            "full_attention" if i < unwindowed else "sliding_attention" for i in range(n_layers)
+        ]
+        if len(set(kinds)) > 1:
+            key = "layer_types" if reader.hf.get("layer_types") else "max_window_layers"
+            reader.refuse(key, "leaves some layers without a window", "all layers are alike here")
+        return window if kinds[0] == "sliding_attention" else None
 
 
 class _Reader:

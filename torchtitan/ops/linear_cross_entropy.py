@@ -5,7 +5,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,21 +106,39 @@ class _Form:
     n_entries: int
     fused: bool
 
-    def statistics(self, raw: Tensor, label: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(C, W), 2 x (C, 1) -> (C, W), 2 x (C, 1)``: logits, and of these entries L and t.l."""
+    def statistics(
+        self, raw: Tensor, label: Tensor, here: Tensor, *, gradient: bool
+    ) -> tuple["_Exponentials", Tensor, Tensor]:
+        """``(C, W), 2 x (C, 1) -> (C, W), 2 x (C, 1)``: what the gradient is made of, and of these entries L and t.l."""
         run = _compiled(_statistics) if self.fused else _statistics
-        return run(raw, label, here, self.softcap, self.smoothing, self.n_entries)
+        *kept, log_norm, target = run(
+            raw, label, here, self.softcap, self.smoothing, self.n_entries, gradient
+        )
+        return _Exponentials(*kept), log_norm, target
 
     def loss(self, log_norm: Tensor, target: Tensor) -> Tensor:
         """``2 x (C, 1) -> ()``: the sum over the tokens."""
         return (log_norm - target + self.z_loss * log_norm.square()).sum()
 
-    def gradient(self, logits: Tensor, log_norm: Tensor, label: Tensor, here: Tensor) -> Tensor:
+    def gradient(
+        self, exponentials: "_Exponentials", log_norm: Tensor, label: Tensor, here: Tensor
+    ) -> Tensor:
         """``(C, W), 3 x (C, 1) -> (C, W)`` gradient of the loss with respect to the products, in place."""
         run = _compiled(_gradient) if self.fused else _gradient
         return run(
-            logits, log_norm, label, here, self.softcap, self.z_loss, self.smoothing, self.n_entries
+            *exponentials, log_norm, label, here, self.z_loss, self.smoothing, self.n_entries
         )
+
+
+class _Exponentials(NamedTuple):
+    """What is left of a chunk's logits ``l`` until the whole softmax is known."""
+
+    values: Tensor
+    """``(C, W)``: ``exp(l - top)``, in place of the logits."""
+    top: Tensor
+    """``(C, 1)``: the largest logit here."""
+    slope: Tensor | None
+    """``(C, W)``: of the cap."""
 
 
 @functools.cache
@@ -136,29 +154,32 @@ def _statistics(
     softcap: float | None,
     smoothing: float,
     n_entries: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     logits = cap(raw, softcap)
     target = logits.gather(1, label).where(here, 0)
     if smoothing:
         spread = smoothing / n_entries
         target = (1 - smoothing) * target + spread * logits.sum(dim=1, keepdim=True)
-    return logits, logits.logsumexp(dim=1, keepdim=True), target
+    slope = cap_slope(logits, softcap) if gradient else None
+    top = logits.amax(dim=1, keepdim=True)
+    values = logits.sub_(top).exp_()
+    log_norm = values.sum(dim=1, keepdim=True).log_().add_(top)
+    return values, top, slope, log_norm, target
 
 
 def _gradient(
-    logits: Tensor,
+    values: Tensor,
+    top: Tensor,
+    slope: Tensor | None,
     log_norm: Tensor,
     label: Tensor,
     here: Tensor,
-    softcap: float | None,
     z_loss: float,
     smoothing: float,
     n_entries: int,
 ) -> Tensor:
-    slope = cap_slope(logits, softcap)
-    grad = logits.sub_(log_norm).exp_()
-    if z_loss:
-        grad.mul_(1 + 2 * z_loss * log_norm)
+    grad = values.mul_((top - log_norm).exp_() * (1 + 2 * z_loss * log_norm))
     if smoothing:
         grad.sub_(smoothing / n_entries)
     grad.scatter_add_(1, label, here.float() * (smoothing - 1))
@@ -176,11 +197,11 @@ class _Terms:
     def __call__(self, raw: Tensor, rows: slice, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
         start = 0 if self.vocabulary is None else self.vocabulary.start
         label, here = localize(self.labels[rows, None], start, raw.shape[1])  # (C, 1)
-        logits, log_norm, target = self.form.statistics(raw, label, here)
+        kept, log_norm, target = self.form.statistics(raw, label, here, gradient=gradient)
         if self.vocabulary is not None:
             log_norm, target = self.vocabulary.reduce(log_norm, target)
         loss = self.form.loss(log_norm, target)
-        return loss, self.form.gradient(logits, log_norm, label, here) if gradient else None
+        return loss, self.form.gradient(kept, log_norm, label, here) if gradient else None
 
 
 class _ByVocabulary(torch.autograd.Function):
@@ -201,16 +222,16 @@ class _ByVocabulary(torch.autograd.Function):
         n_tokens, first = len(labels), 0 if vocabulary is None else vocabulary.start
         entries = list(chunks(len(weight), max(1, chunk_tokens * len(weight) // max(1, n_tokens))))
 
-        def part(some: slice) -> tuple[Tensor, ...]:
-            """Logits ``(T, W)`` of some entries, the labels among them, and their statistics."""
+        def part(some: slice, *, gradient: bool) -> tuple[Any, ...]:
+            """Statistics of the ``(T, W)`` logits of some entries, and the labels among them."""
             label, here = localize(labels[:, None], first + some.start, some.stop - some.start)
             raw = (hidden_states @ weight[some].t()).float()
-            return *form.statistics(raw, label, here), label, here
+            return *form.statistics(raw, label, here, gradient=gradient), label, here
 
         log_norm = hidden_states.new_full((n_tokens, 1), -torch.inf, dtype=torch.float32)
         target = torch.zeros_like(log_norm)
         for some in entries:
-            _, norm_here, target_here, *_ = part(some)
+            _, norm_here, target_here, *_ = part(some, gradient=False)
             log_norm = torch.logaddexp(log_norm, norm_here)
             target += target_here
         if vocabulary is not None:
@@ -218,13 +239,13 @@ class _ByVocabulary(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_states, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         for some in entries if needs_hidden or needs_weight else ():
-            logits, _, _, label, here = part(some)
-            grad_logits = form.gradient(logits, log_norm, label, here).to(weight.dtype)  # (T, W)
+            kept, _, _, label, here = part(some, gradient=True)
+            grad_logits = form.gradient(kept, log_norm, label, here).to(weight.dtype)  # (T, W)
             if grad_hidden is not None:
                 grad_hidden += grad_logits @ weight[some]
             if grad_weight is not None:
                 torch.mm(grad_logits.t(), hidden_states, out=grad_weight[some])
-            del logits, grad_logits  # before the next part's
+            del kept, grad_logits  # before the next part's
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return form.loss(log_norm, target)

@@ -1,6 +1,9 @@
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
 
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.generation.text import TextStream
@@ -53,3 +56,39 @@ def test_with_the_bundled_tokenizer(text):
     pieces = [stream.push(token) for token in tokenizer.encode(text)]
     assert "".join(pieces) + stream.finish() == text
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def byte_fallback():
+    """As Mistral's and Llama 2's: bytes are tokens, and those in a row are decoded together or not at all."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(
+        BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="ab é日本🎈", max_size=12))
+@example("日本🎈🎈 a")
+def test_characters_of_several_byte_tokens_in_a_row_come_whole(text):
+    tokenizer = byte_fallback()
+    stream = TextStream(tokenizer.decode)
+    pieces = [stream.push(token) for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) + stream.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_byte_tokens_that_are_no_character_do_not_hold_the_text_for_ever():
+    tokenizer = byte_fallback()
+    stream = TextStream(tokenizer.decode)
+    broken, ok = tokenizer.token_to_id("<0xFF>"), tokenizer.encode("日ab").ids[1:]
+    pieces = [stream.push(token) for token in [*ok[:3], *[broken] * 20, *ok[3:]]]
+    assert pieces[2] == "日"
+    assert "".join(pieces[:10]).count("\ufffd") >= 4
+    assert "".join(pieces) + stream.finish() == "日" + "\ufffd" * 20 + "ab"

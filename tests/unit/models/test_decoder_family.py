@@ -71,6 +71,7 @@ def test_everything_wrong_is_listed_at_once():
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: are not the first layers"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: is not supported; only 1"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "leaves some layers without a window"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types=['full_attention', 'sliding_attention']: leaves some layers without a window"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks ['original_max_position_embeddings']"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "has settings that linear has not: ['beta']"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: is not supported; only 1.0 is"),
@@ -81,6 +82,32 @@ def test_everything_wrong_is_listed_at_once():
 def test_what_is_not_supported_is_refused(model_type, changes, message):
     extra = {"num_experts": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2} if "moe" in model_type else {}  # fmt: skip
     assert message in problem(model_type, **extra, **changes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mistral", {}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 7}),
+        ("qwen2", {}),
+        ("qwen2", {"use_sliding_window": True}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}),
+        ("qwen3_moe", {"use_sliding_window": True}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 9}),
+    ],
+)  # fmt: skip
+def test_the_window_is_what_transformers_makes_of_the_same_config(model_type, changes):
+    transformers = pytest.importorskip("transformers")
+    extra = {"num_experts": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2} if "moe" in model_type else {}  # fmt: skip
+    theirs = transformers.AutoConfig.for_model(model_type, **hf(**extra, **changes))
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"]
+    want = theirs.sliding_window if kinds[0] == "sliding_attention" else None
+    found = find_family(model_type).from_hf(hf(**extra, **changes))
+    assert found.attention.window == want
 
 
 def test_keys_that_nobody_knows_are_told(caplog):

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.hugging_face.folder import TOKENIZER_FILES
-from torchtitan.data.tokenizer import KNOWN_BOS, KNOWN_EOS
-from torchtitan.errors import CheckpointError
+from torchtitan.data.chat.template import end_of_turn_id
+from torchtitan.data.tokenizer import KNOWN_BOS, KNOWN_EOS, Tokenizer
+from torchtitan.errors import CheckpointError, ConfigError
 
 TEMPLATE = "chat_template.jinja"
 _TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endofturn|>", "<|end_of_turn|>", "</s>", "<|return|>",
 )  # fmt: skip
-"""Tokens that chat templates end a turn with."""
+"""Tokens that chat templates end a turn with, for those that end some turns with another one than an answer."""
 
 
 def write_tokenizer_files(source: Path, to: Path, chat_template: str | None = None) -> None:
@@ -63,6 +64,8 @@ def write_generation_config(folder: Path, base: dict[str, Any] | None = None) ->
     text = template.read_text(encoding="utf-8") if template.is_file() else ""
     names = [_name(settings.get("eos_token")), *(name for name in _TURN_ENDS if name in text)]
     ends += [ids[name] for name in names if name in ids]
+    if text and (turn_end := _end_of_turn(folder)) is not None:
+        ends.append(turn_end)
     if ends:
         config["eos_token_id"] = list(dict.fromkeys(ends))
     for kind in ("bos", "pad"):
@@ -79,6 +82,15 @@ def token_ids(folder: Path) -> dict[str, int]:
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+
+
+def _end_of_turn(folder: Path) -> int | None:
+    """The token with which the template really ends an answer, whatever its name is."""
+    try:
+        tokenizer = Tokenizer.Config(path=str(folder)).build()
+    except ConfigError:
+        return None  # there is only a tokenizer.model, or it has no end of a document
+    return end_of_turn_id(tokenizer)
 
 
 def _move_template(folder: Path, settings: dict[str, Any]) -> None:

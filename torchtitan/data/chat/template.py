@@ -13,6 +13,7 @@ from torchtitan.data.chat.sandbox import (
     TemplateError,
     texts_of,
 )
+from torchtitan.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -71,6 +72,7 @@ class ChatTemplate:
         self._environment = Environment(today)
         self._template = self._environment.compile_template(text)
         self._variables = dict(variables)
+        self._turn_end: str | None = None
         names = sorted((name for name in special_tokens if len(name) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
@@ -131,6 +133,13 @@ class ChatTemplate:
         start, end = rendered.spans[-1]
         return [found[0] for found in self._special.finditer(rendered.text, start, end)][-1]
 
+    def _ends_a_turn(self, token: str) -> bool:
+        """Whether answers end with ``token``; asked for one that stands behind another, as behind the end of a tool call."""
+        if self._turn_end is None:
+            self._turn_end = ""  # in the question itself, the answer is no
+            self._turn_end = self.end_of_turn()
+        return token == self._turn_end
+
     def split(self, text: str) -> list[tuple[str, bool]]:
         """Rendered text in pieces: special tokens (True), and the text between them without `ESCAPE`."""
         pieces, place = [], 0
@@ -182,6 +191,8 @@ class ChatTemplate:
         spans: list[Span] = []
         for turn in turns:
             prompt = self._render(messages[:turn], tools, True, variables)
+            if turn == turns[0]:
+                self._check_generation_prompt(text, prompt, messages[:turn], tools, variables)
             if not text.startswith(prompt):
                 raise SpanError(
                     f"the text up to message {turn + 1} is not what the conversation begins with (they part "
@@ -204,12 +215,34 @@ class ChatTemplate:
             spans.append((start, end + len(ends[-1])))
         return spans
 
+    def _check_generation_prompt(
+        self, text: str, prompt: str, asked: list[Message], tools: Any, variables: Mapping[str, Any]
+    ) -> None:
+        """See that a template without a generation prompt has no header before answers, or it would be taken for one.
+
+        Raises:
+            SpanError: if the answer begins with the token that begins a question.
+        """
+        header = self._special.match(text, len(prompt))
+        if header is None or prompt != self._render(asked, tools, False, variables):
+            return
+        question = self._render([{"role": "user", "content": "a"}], None, False, variables)
+        if header[0] in question:
+            raise SpanError(
+                f"the template writes a header ({header[0]} ...) before what the assistant says, but not when it is asked for "
+                "an answer, so the header would be learned; end it with {% if add_generation_prompt %} and that header, or "
+                + _FIX
+            )
+
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
         """``span`` up to the end of its last special token, which may follow it at once."""
         start, end = span
         following = self._special.match(text, end)
         inside = [found.end() for found in self._special.finditer(text, start, end)]
-        if inside and not text[inside[-1] : end].strip():
+        ends_inside = bool(inside) and not text[inside[-1] : end].strip()
+        if ends_inside and following and inside[-1] == end:
+            ends_inside = not self._ends_a_turn(following[0])
+        if ends_inside:
             return start, inside[-1]
         if following:
             return start, following.end()
@@ -241,3 +274,19 @@ def _parting(left: str, right: str) -> int:
     """Number of characters that both begin with."""
     both = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(both) if a != b), min(len(left), len(right)))
+
+
+def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
+    """The token that ends an answer in the tokenizer's chat template; None if there is no template, or it does not tell."""
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        template = ChatTemplate(
+            tokenizer.chat_template,
+            special_tokens=tokenizer.special_tokens,
+            variables=tokenizer.named_tokens,
+            today=datetime.date.today(),
+        )
+        return tokenizer.vocab[template.end_of_turn()]
+    except TemplateError:
+        return None

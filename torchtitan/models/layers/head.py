@@ -193,12 +193,11 @@ class Head(nn.Module, Configurable):
         in_float32 = self.config.weight_gradient == "float32"
         held = (4 if in_float32 else b) * numel + (4 if by_vocabulary else b) * states
         chunk = min(self.chunk_tokens, place.tokens) * n_entries
-        # On the device logsumexp holds as much as the logits, which no count of tensors sees; a bound's slope is as large.
-        twice = place.gpu or self.config.softcap is not None
+        slope = 4 * chunk * (self.config.softcap is not None)
         product = b * states if by_vocabulary else 0
         if in_float32 and b < 4:
             product = b * min(n_entries, ROWS_AT_ONCE) * dim * self.weight.requires_grad
-        logits = max((8 if twice else 4) * chunk, (4 + b * (b < 4)) * chunk + product)
+        logits = max(4 * chunk + slope, (4 + b * (b < 4)) * chunk + product)
         copied = b * states if place.packed else 0
         return held + logits + copied, held + b * (numel + states) + copied
 

@@ -9,6 +9,7 @@ from torchtitan.checkpoint.hugging_face.export import Target
 from torchtitan.checkpoint.hugging_face.tokenizer_files import write_tokenizer_files
 from torchtitan.data.tokenizer import BUNDLED, Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.generation.stops import stop_ids
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.moe import MoE
 from torchtitan.models.layers.norm import RMSNorm
@@ -129,6 +130,22 @@ def test_tokenizer_template_and_the_end_of_turn_are_written_where_loaders_look(t
     assert (hf["eos_token_id"], hf["pad_token_id"]) == ([7, eos, turn_end], eos)
 
 
+def test_the_end_of_turn_is_the_one_that_the_template_really_writes(tmp_path):
+    """Also if its name is none that is known, and is no text of the template."""
+    source, _ = tokenizer(tmp_path / "t")
+    text = source.joinpath("tokenizer.json").read_text(encoding="utf-8")
+    source.joinpath("tokenizer.json").write_text(text.replace("<|im_end|>", "<|over|>"), encoding="utf-8")  # fmt: skip
+    template = CHATML.replace("<|im_end|>", "{{ '<|' + 'over' + '|>' }}")
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    source.joinpath("chat_template.jinja").write_text(template, encoding="utf-8")
+    config, model = small()
+    exported(tmp_path / "m", config, model, tokenizer=source)
+    built = Tokenizer.Config(path=str(source)).build()
+    ends = [built.eos_id, built.vocab["<|over|>"]]
+    assert read_json(tmp_path / "m" / "generation_config.json")["eos_token_id"] == ends
+    assert set(ends) <= stop_ids(built)
+
+
 def test_the_bundled_tokenizer_names_its_end(tmp_path):
     config, model = small()
     exported(tmp_path / "m", config, model, tokenizer=BUNDLED)
@@ -155,6 +172,14 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "t").mkdir()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; name the folder of a tokenizer"):  # fmt: skip
         exported(tmp_path / "m", config, model, tokenizer=tmp_path / "t")
+
+
+def test_whoever_may_read_other_files_may_read_the_weights(tmp_path):
+    """A server often runs as another user."""
+    config, model = small()
+    exported(tmp_path / "m", config, model)
+    modes = {(tmp_path / "m" / name).stat().st_mode for name in ("config.json", "model.safetensors")}  # fmt: skip
+    assert len(modes) == 1
 
 
 def test_files_are_5_gib_by_default(tmp_path):

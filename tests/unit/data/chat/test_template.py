@@ -160,6 +160,21 @@ def test_generation_blocks_give_the_spans(theirs):
         )
 
 
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_a_special_token_at_the_end_of_a_marked_call_is_not_the_end_of_its_turn(between):
+    """The block leaves out the end of the turn, and what it holds ends with another special token."""
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<|endoftext|>{% endif %}{% endgeneration %}<|im_end|>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}" + between + "{% endfor %}"
+    )
+    messages = [USER, CALL | {"content": "!"}, {"role": "tool", "content": "4"}, said("It is 4")]
+    assert spans_of("chatml", messages, text) == [
+        "!add<|endoftext|><|im_end|>",
+        "It is 4<|im_end|>",
+    ]
+
+
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
 def test_shipped_templates_mark_every_answer(name):
 
@@ -311,6 +326,19 @@ def test_a_template_without_an_end_of_turn_is_refused():
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     with pytest.raises(SpanError, match=re.escape("add {{ eos_token }} or another special token")):
         template("chatml", text).render_with_spans([USER, said("4")])
+
+
+def test_a_header_that_no_generation_prompt_has_is_not_learned_but_refused():
+    """As in older ChatML templates; Mistral's, whose answers have no header, are all right (see above)."""
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    with pytest.raises(
+        SpanError, match=r"header \(<\|im_start\|> \.\.\.\).*\{% if add_generation_prompt %\}"
+    ):
+        template("chatml", text).render_with_spans([USER, said("4")])
+    asks = text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert spans_of("chatml", [USER, said("4")], asks) == ["4<|im_end|>"]
 
 
 def test_a_prefix_that_is_none_names_the_place_and_the_remedy():
