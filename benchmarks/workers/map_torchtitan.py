@@ -1,8 +1,8 @@
 """Contestant: this library. Text goes through the whole loader to batches; conversations are encoded, packed and written to disk."""
 
-import itertools
 import tempfile
 from collections.abc import Iterator
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,64 +21,63 @@ from torchtitan.data.tokenizer import Tokenizer
 _SEQ_LEN = 4096
 
 
-def main() -> None:
-    """Tokenise when asked."""
-    loaded: dict[str, Any] = {}
+class Tokenising:
+    """One set of rows, and what is made of it."""
 
-    def load(rows: str, tokenizer: str, template: str) -> None:
-        config = Tokenizer.Config(path=tokenizer, chat_template=template)
-        loaded.update(files=Files.Config(path=rows), tokenizer=config.build())
+    def load(self, rows: str, tokenizer: str, template: str) -> None:
+        """Take rows and a tokenizer."""
+        self.files = Files.Config(path=rows)
+        self.tokenizer = Tokenizer.Config(path=tokenizer, chat_template=template).build()
+        self.n_tokens = 0
 
-    def streams(n_processes: int) -> Loader:
-        """One stream for each process; without a background process there is one, which has the rows in their order."""
-        return Loader.Config(
-            sources=[loaded["files"]],
-            shuffle=False,
-            n_workers=n_processes if n_processes > 1 else 0,
+    def tokenise(
+        self, kind: str, n_processes: int, threads: bool, tell: bool = False
+    ) -> dict[str, Any]:
+        """Tokenise once; one process is this one. Ours has no use for threads."""
+        del threads
+        return {"text": self.text, "chat": self.chat}[kind](n_processes, tell)
+
+    def text(self, n_processes: int, tell: bool) -> dict[str, Any]:
+        """Make batches of one row for each process, of as many tokens as all rows have, up to one batch."""
+        loader = Loader.Config(
+            sources=[self.files], shuffle=False, n_workers=n_processes if n_processes > 1 else 0
         ).build(
-            tokenizer=loaded["tokenizer"],
+            tokenizer=self.tokenizer,
             seq_len=_SEQ_LEN,
             global_batch_rows=n_processes,
             dp_rank=0,
             dp_world_size=1,
             seed=0,
         )
-
-    def text(n_processes: int, tell: bool) -> dict[str, Any]:
-        loader = streams(n_processes)
-        found: dict[str, Any] = {}
         if tell:
-            n_rows = loader.plan.rows_per_epoch[0]
-            assert n_rows is not None  # noqa: S101 - files are read by index
-            rows = list(itertools.islice(documents(loader), n_rows))
-            loaded["tokens"] = sum(map(len, rows))
-            found |= digest((ids, None) for ids in rows)
-        else:
-            # Whole batches, of as many tokens as all rows have, up to one batch.
-            n_steps = loaded["tokens"] // (_SEQ_LEN * n_processes)
-            with timed(found, "all"):
-                for _ in range(n_steps):
-                    loader.next()
-                loader.close()
-            found["tokens"] = n_steps * _SEQ_LEN * n_processes
-        loader.close()
-        return found
+            rows = list(islice(self._documents(loader), loader.plan.rows_per_epoch[0]))
+            self.n_tokens = sum(map(len, rows))
+            return digest((ids, None) for ids in rows)
+        found: dict[str, Any] = {}
+        n_steps = max(1, self.n_tokens // (_SEQ_LEN * n_processes))
+        with timed(found, "all"):
+            for _ in range(n_steps):
+                loader.next()
+            loader.close()
+        return {**found, "tokens": n_steps * _SEQ_LEN * n_processes}
 
-    def documents(loader: Loader) -> Iterator[list[int]]:
+    def _documents(self, loader: Loader) -> Iterator[list[int]]:
         """The ids of each row without those around it, from a loader of one stream."""
-        tokenizer, document = loaded["tokenizer"], []
+        document = []
         while True:
             for token in loader.next().batch["tokens"].flatten().tolist():
-                if token == tokenizer.eos_id:
+                if token == self.tokenizer.eos_id:
                     yield document
                     document = []
-                elif token != tokenizer.bos_id:
+                elif token != self.tokenizer.bos_id:
                     document.append(token)
 
-    def chat(n_processes: int, tell: bool) -> dict[str, Any]:
-        encoder = ChatLoader.Config(sources=[]).encoder(loaded["tokenizer"], _SEQ_LEN)
-        source = Chat.Config(rows=loaded["files"]).open(encoder)
-        assert isinstance(source, Chat)  # noqa: S101 - files are read by index
+    def chat(self, n_processes: int, tell: bool) -> dict[str, Any]:
+        """Prepare all conversations."""
+        encoder = ChatLoader.Config(sources=[]).encoder(self.tokenizer, _SEQ_LEN)
+        source = Chat.Config(rows=self.files).open(encoder)
+        if not isinstance(source, Chat):
+            raise TypeError("files are read by index")
         found: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as home:
             with timed(found, "all"):
@@ -90,26 +89,24 @@ def main() -> None:
                     cache_folder=home,
                     n_workers=n_processes if n_processes > 1 else 0,
                 )
-            found["tokens"] = made.report["tokens"]
-            if tell:
-                found |= digest(samples(made))
-        return found
+            told = digest(_samples(made)) if tell else {}
+        return {**found, "tokens": made.report["tokens"], **told}
 
-    def samples(made: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        tokens, learned, starts = (
-            np.load(made.folder / f"{name}.npy") for name in ("tokens", "learned", "starts")
-        )
-        for start, end in itertools.pairwise(starts):
-            yield tokens[start:end], learned[start:end]
 
-    def tokenise(kind: str, n_processes: int, threads: bool, tell: bool = False) -> dict[str, Any]:
-        del threads
-        return {"text": text, "chat": chat}[kind](n_processes, tell)
+def _samples(made: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    names = ("tokens", "learned", "starts")
+    tokens, learned, starts = (np.load(made.folder / f"{name}.npy") for name in names)
+    for start, end in pairwise(starts):
+        yield tokens[start:end], learned[start:end]
 
+
+def main() -> None:
+    """Tokenise when asked."""
+    ours = Tokenising()
     serve(
         {
-            "load": load,
-            "tokenise": tokenise,
+            "load": ours.load,
+            "tokenise": ours.tokenise,
             "versions": lambda: versions("torchtitan", "tokenizers"),
         }
     )
