@@ -45,9 +45,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def keep_tokenizers_to_one_thread() -> None:
-    """Unless the user set it: texts are encoded one by one, and the threads would be in the way of forked data workers."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def keep_tokenizers_to_one_thread(*, whatever_is_set: bool = False) -> None:
+    """Texts are encoded one by one, which needs no threads.
+
+    Args:
+        whatever_is_set: also where the user chose otherwise. A forked process must: it would wait for threads that only its
+            parent has.
+    """
+    if whatever_is_set or "TOKENIZERS_PARALLELISM" not in os.environ:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def no_color() -> bool:

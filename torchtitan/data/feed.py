@@ -33,6 +33,8 @@ class Feed(Protocol):
 
     rows_per_epoch: int | None
     """N times the parts of a document; None where it is not known yet."""
+    any_order: bool
+    """Whether a stream may ask for any of its rows at any time; else for each of them once, one after the other."""
 
     def take(self, stream: int, count: int) -> Part:
         """What stream number ``stream`` gets after it has taken ``count`` rows.
@@ -60,6 +62,7 @@ class MapFeed:
         self.shuffle_seed = shuffle_seed
         self.n_parts = -(-n_streams // len(source)) if source.divisible else 1
         self.rows_per_epoch: int | None = len(source) * self.n_parts
+        self.any_order = True
 
     def take(self, stream: int, count: int) -> Part:
         """The part at place ``stream + G * count`` of the sequence of epochs."""
@@ -104,6 +107,7 @@ class SequentialFeed:
         self.n_streams = n_streams
         self.shuffle_seed = shuffle_seed
         self.rows_per_epoch = rows_per_epoch
+        self.any_order = False
         self._wanted = dict(wanted)
         self._queues: dict[int, deque[tuple[int, object]]] = {stream: deque() for stream in wanted}
         # From the row before the first that is needed: that one is known to exist, so that the end

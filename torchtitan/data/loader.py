@@ -21,6 +21,7 @@ from torchtitan.data.bad_rows import MIN_BAD_ROWS, BadRowPolicy
 from torchtitan.data.chat.stream import SamplePacking
 from torchtitan.data.document import opening
 from torchtitan.data.enough import check_enough
+from torchtitan.data.processes import told_of_deaths
 from torchtitan.data.source import MapSource, SequentialSource, Source, documents
 from torchtitan.data.stream import FIELDS, StreamState, new_state
 from torchtitan.data.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ class Loader(Configurable):
         """Read the documents of each epoch in a new random order; a streamed data set shuffles a buffer."""
         n_workers: int = 1
         """Background processes that prepare batches, at most one a row of the rank; 0 prepares them in the training
-        process."""
+        process. Unless it is 0, conversations that are encoded first are so by as many processes as there are cores."""
         prefetch: int = 2
         """Steps that each background process prepares ahead."""
         bad_rows: Literal["skip", "error"] = "skip"
@@ -237,9 +238,7 @@ class Loader(Configurable):
             DataError: if the data cannot be read, has too many bad rows, or a worker died.
         """
         started = time.monotonic()
-        if self._pieces is None:
-            self._pieces = self._start()
-        pieces = self._draw(self._pieces)
+        pieces = self._draw()
         for piece in pieces:
             self._show(piece.bad_rows)
         for piece in pieces:
@@ -314,26 +313,29 @@ class Loader(Configurable):
         """Stop the workers; the next `next` starts them again from the last batch delivered."""
         self._pieces = None
 
-    def _start(self) -> Iterator[Piece]:
-        plan = replace(
-            self.plan, states=dict(self._states), rows_per_epoch=list(self._rows_per_epoch)
-        )
-        return (
-            start_workers(plan, self.n_workers, self.prefetch)
-            if self.n_workers
-            else make_pieces(plan)
-        )
-
-    def _draw(self, pieces: Iterator[Piece]) -> list[Piece]:
-        try:
-            return list(islice(pieces, max(1, self.n_workers)))
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise DataError(
-                f"a data worker died ({str(error).partition(chr(10))[0]}); if memory ran out, lower loader.n_workers; "
-                "n_workers=0 reads the data in the training process"
-            ) from error
+    def _draw(self) -> list[Piece]:
+        """The pieces of the next batch, one of each worker; starts them if they are not there."""
+        if self._pieces is None:
+            plan = replace(
+                self.plan, states=dict(self._states), rows_per_epoch=list(self._rows_per_epoch)
+            )
+            any_order = all(isinstance(source, MapSource) for source in plan.sources)
+            if self.n_workers == 1 and any_order:
+                # The first batch is made here, which takes less than to start a worker; it does so during the first step.
+                first = next(make_pieces(plan))
+                if first.error is None:
+                    plan = replace(plan, states=first.states, rows_per_epoch=first.rows_per_epoch)
+                    self._pieces = start_workers(plan, self.n_workers, self.prefetch)
+                return [first]
+            self._pieces = (
+                start_workers(plan, self.n_workers, self.prefetch)
+                if self.n_workers
+                else make_pieces(plan)
+            )
+        with told_of_deaths(
+            "lower data.n_workers; n_workers=0 reads the data in the training process"
+        ):
+            return list(islice(self._pieces, max(1, self.n_workers)))
 
     def _utilisation(self) -> float | None:
         rows = sum(state.get("rows", 0) for state in self._states.values())

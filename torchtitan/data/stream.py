@@ -44,9 +44,16 @@ def rows_wanted(state: StreamState) -> list[int]:
     wanted = list(state["taken"])
     if state["open"] is not None:
         wanted[state["open"][0]] -= 1
-    for source, count in state.get("pending", []):
+    for source, count, *_ in state.get("pending", []):
         wanted[source] = min(wanted[source], count)
     return wanted
+
+
+def unreadable_now(row: BadRow) -> DataError:
+    """The error of a row that a checkpoint needs again."""
+    return DataError(
+        f"{row}; the row was readable when the checkpoint was written: restore the data"
+    )
 
 
 class Stream:
@@ -169,8 +176,6 @@ class Stream:
         try:
             part = self.feeds[source].take(self.number, self._taken[source] - 1)
         except BadRow as row:
-            raise DataError(
-                f"{row}; the row was readable when the checkpoint was written: restore the data"
-            ) from row
+            raise unreadable_now(row) from row
         self._source = source
         self._document = Document(part, self.tokenizer, (slice_number, offset))

@@ -111,10 +111,10 @@ class _Form:
     ) -> tuple["_Exponentials", Tensor, Tensor]:
         """``(C, W), 2 x (C, 1) -> (C, W), 2 x (C, 1)``: what the gradient is made of, and of these entries L and t.l."""
         run = _compiled(_statistics) if self.fused else _statistics
-        *kept, log_norm, target = run(
+        values, top, slope, log_norm, target = run(
             raw, label, here, self.softcap, self.smoothing, self.n_entries, gradient
         )
-        return _Exponentials(*kept), log_norm, target
+        return _Exponentials(values, top, slope), log_norm, target
 
     def loss(self, log_norm: Tensor, target: Tensor) -> Tensor:
         """``2 x (C, 1) -> ()``: the sum over the tokens."""

@@ -165,8 +165,8 @@ class Encoder:
         generates, the prompt ends there too.
         """
         ids, places = self._encode(text, template)
-        inner = np.array([start for start in starts if 0 < start < len(text)], dtype=np.int64)
-        joins = np.unique(inner[~np.isin(inner, places)]).tolist()
+        inner = sorted({start for start in starts if 0 < start < len(text)})
+        joins = [start for start in inner if not (places == start).any()]
         if not joins:
             return ids, places
         whole, ids, parts = self.tokenizer.decode(ids), [], []

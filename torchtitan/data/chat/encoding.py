@@ -1,6 +1,6 @@
 """All conversations of a source, encoded, by as many processes as there are cores."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import chain
 
 from torch.utils.data import Dataset
@@ -14,25 +14,25 @@ from torchtitan.errors import ConfigError, DataError
 _ROWS = 64
 """Of a piece of work."""
 _WORTHWHILE = 1000
-"""Fewer rows are encoded before processes would have started."""
+"""Rows for each process: fewer are encoded before it would have started."""
 
 Encoded = Sample | BadRow
 """What a row becomes: a sample, or why it is none."""
 
 
-def encode_all(source: Chat, n_workers: int) -> Iterator[Encoded]:
+def encode_all(source: Chat, n_workers: int) -> Generator[Encoded, None, None]:
     """What each row becomes, in the order of the data.
 
     Args:
         source: the conversations.
-        n_workers: processes that encode; 0 is this one.
+        n_workers: processes that encode, at most; 0 is this one.
 
     Raises:
         ConfigError: if there is no template.
-        DataError: if the data cannot be read, or it is not known where the assistant speaks.
+        DataError: if the data cannot be read, it is not known where the assistant speaks, or a process died.
     """
-    pieces = _Pieces(source)
-    if n_workers == 0 or len(source) < _WORTHWHILE:
+    pieces, n_workers = _Pieces(source), min(n_workers, len(source) // _WORTHWHILE)
+    if n_workers == 0:
         made: Iterator[list[Encoded | Exception]] = map(pieces.__getitem__, range(len(pieces)))
     else:
         made = in_processes(pieces, n_workers, prefetch=4)

@@ -13,6 +13,7 @@ import uuid
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torchtitan.data.chat.encoding import Encoded, encode_all
 from torchtitan.data.chat.packing import pack_all
 from torchtitan.data.chat.sample import Pack, Sample, pack
 from torchtitan.data.chat.source import Chat
+from torchtitan.data.processes import told_of_deaths
 from torchtitan.data.source import BadRow, MapSource
 from torchtitan.errors import DataError
 
@@ -105,8 +107,11 @@ def prepare(
             try:
                 if not folder.exists():
                     temporary = home / f"{folder.name}.{uuid.uuid4().hex}.tmp"
-                    items = encode_all(source, n_workers)
-                    _write(source.describe(), items, seq_len, shared, policy, temporary)
+                    with (
+                        told_of_deaths("set data.n_workers=0, which encodes in this process alone"),
+                        closing(encode_all(source, n_workers)) as items,
+                    ):
+                        _write(source.describe(), items, seq_len, shared, policy, temporary)
                     os.replace(temporary, folder)
             finally:
                 for left in home.glob(f"{folder.name}.*.tmp"):  # of a killed process, too
@@ -171,7 +176,7 @@ def _write(
     report = {
         "samples": len(lengths),
         "tokens": len(tokens),
-        "learned_tokens": int(sum(learned)),
+        "learned_tokens": learned.count(1),
         "utilisation": len(tokens) / (len(packs) * seq_len),
         "counts": dict(counts),
     }

@@ -4,6 +4,7 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchtitan.data.chat.sandbox import (
@@ -75,6 +76,18 @@ class ChatTemplate:
         self._turn_end: str | None = None
         names = sorted((name for name in special_tokens if len(name) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._special_tokens = list(special_tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that are not forked: compiled again there."""
+        again = partial(
+            ChatTemplate,
+            self.text,
+            special_tokens=self._special_tokens,
+            variables=self._variables,
+            today=self.today,
+        )
+        return again, ()
 
     def render(
         self,

@@ -3,9 +3,13 @@
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import time
 
 import pytest
+import torch
+from torch.utils.data import Dataset
 
 from tests.unit.data.chat.test_loader import Rows
 from tests.unit.data.helpers import TOKENIZER
@@ -15,13 +19,14 @@ from torchtitan.data.chat.encoding import encode_all
 from torchtitan.data.chat.loader import ChatLoader
 from torchtitan.data.chat.sample import DroppedRow, Sample
 from torchtitan.data.chat.source import Chat
+from torchtitan.data.processes import in_processes
 from torchtitan.data.source import BadRow
 from torchtitan.errors import DataError
 
 
 @pytest.fixture(autouse=True)
 def any_number_is_worthwhile(monkeypatch):
-    monkeypatch.setattr(encoding, "_WORTHWHILE", 0)
+    monkeypatch.setattr(encoding, "_WORTHWHILE", 1)
 
 
 def source(rows, **options):
@@ -99,3 +104,59 @@ def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path):
         tokenizer=TOKENIZER, seq_len=64, global_batch_rows=4, dp_rank=0, dp_world_size=1, seed=0
     )
     assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_what_is_sent_to_a_process_that_is_not_forked_gives_the_same():
+    pieces = encoding._Pieces(source(Rows.Config(n=64)))
+    sent = pickle.loads(pickle.dumps(pieces))
+    assert told(pickle.loads(pickle.dumps(sent[0]))) == told(pieces[0])
+
+
+def test_a_process_that_dies_is_a_data_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding._Pieces, "__getitem__", lambda *_: os.kill(os.getpid(), 9))
+    loader = ChatLoader.Config(sources=[Chat.Config(rows=Rows.Config(n=200))], cache_folder=str(tmp_path))  # fmt: skip
+    with pytest.raises(DataError, match=r"a data worker died .*; if memory ran out, set data.n_workers=0"):  # fmt: skip
+        loader.build(tokenizer=TOKENIZER, seq_len=64, global_batch_rows=4, dp_rank=0, dp_world_size=1, seed=0)  # fmt: skip
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+class Large(Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return bytes(
+            1 << 20
+        )  # more than a pipe holds: the process that sends it waits for a reader
+
+
+def be_killed_while_processes_wait(pids):
+    items = in_processes(Large(), 2, prefetch=4)
+    next(items)
+    for process in torch.multiprocessing.active_children():
+        pids.send(process.pid)
+    time.sleep(0.5)  # now they wait
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_end_with_their_parent():
+    """They may hold its lock; torch's own watch does not end those that wait for a reader."""
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=be_killed_while_processes_wait, args=(theirs,)
+    )
+    process.start()
+    pids = [mine.recv(), mine.recv()]
+    process.join(60)
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "they wait for ever"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
