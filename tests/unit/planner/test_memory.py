@@ -1,5 +1,8 @@
 """The closed form of a rank's memory: against real steps, and against numbers worked out by hand."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -142,7 +145,8 @@ def test_experts_are_divided_over_their_ranks():
 @pytest.mark.parametrize("part", ["block", "feed-forward layer", "norm"])
 def test_a_layer_that_does_not_say_what_it_keeps_is_refused(part):
     run = setup(small(), 1)
-    layers = run.stages[0].model.layers
+    stage = replace(run.stages[0], model=copy.deepcopy(run.stages[0].model))
+    layers = stage.model.layers
     if part == "block":
         layers[0] = nn.Linear(2, 2)
     elif part == "norm":
@@ -153,7 +157,7 @@ def test_a_layer_that_does_not_say_what_it_keeps_is_refused(part):
         ConfigError,
         match=r"its layer Linear does not say what it keeps.*give it a record\(tape, x\)",
     ):
-        block_costs(run, run.stages[0])
+        block_costs(run, stage)
 
 
 @pytest.mark.parametrize("optimizer", [AdamW.Config, SGD.Config, Muon.Config])

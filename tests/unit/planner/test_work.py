@@ -29,7 +29,7 @@ def test_70b_computes_and_moves_what_was_worked_out_by_hand():
     assert work.update_bytes == pytest.approx(28 * 70.553706496e9 / 8, rel=1e-5)
     # Gathered twice in bf16 and reduced once in float32; the last block and the head are gathered once.
     assert sum(work.sent_bytes.values()) == pytest.approx(494e9, rel=0.01)
-    bounds = bounds_of(work, 8, find_device("H100-80GB"))
+    bounds = bounds_of(work, find_device("H100-80GB"))
     assert bounds is not None
     assert bounds.update_s == pytest.approx(0.0737, rel=2e-3)
     assert bounds.compute_s == pytest.approx(449e9 * 8192 / 989.5e12, rel=2e-3)
@@ -61,5 +61,4 @@ def test_bytes_are_those_that_the_cut_model_sends(reshard):
 
 
 def test_a_device_without_rates_has_no_bounds():
-    work = Work(work_of(small(), 1).counts, 1, 1.0, 0.0, 1.0, {})
-    assert bounds_of(work, 1, Device("24GiB", 24 * 2**30)) is None
+    assert bounds_of(work_of(small(), 1), Device("24GiB", 24 * 2**30)) is None
