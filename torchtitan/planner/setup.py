@@ -19,10 +19,10 @@ from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.pipeline_schedule import SINGLE
 from torchtitan.parallel.tensor import module_cuts
 from torchtitan.trainer import Trainer
 from torchtitan.training.settings import Training
-
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -81,6 +81,7 @@ class Setup:
         sharded: whether FSDP is there; one rank that casts nothing goes without.
         reshard: whether a block frees its gathered parameters until its backward.
         recompute: activation checkpointing.
+        gathers_stages: whether a pipeline's schedule gathers whole stages, and keeps those that are used next.
         in_backward: whether the optimizer steps in the backward, so that gradients do not pile up.
     """
 
@@ -93,6 +94,7 @@ class Setup:
     sharded: bool
     reshard: bool
     recompute: ActivationCheckpointing.Config
+    gathers_stages: bool
     in_backward: bool
 
     @property
@@ -135,6 +137,7 @@ def setup(
         sequence_shards=degrees.sequence_shards,
     )
     kept = getattr(torch, training.parameter_dtype)
+    gathers_stages = degrees.pp > 1 and mesh.pipeline.schedule not in SINGLE
     return Setup(
         place=place,
         degrees=degrees,
@@ -143,8 +146,9 @@ def setup(
         param_itemsize=kept.itemsize,
         reduce_itemsize=4,
         sharded=world_size > 1 or {dtype, kept} != {torch.float32},
-        reshard=mesh.reshard_after_forward,
+        reshard=mesh.reshard_after_forward and not gathers_stages,
         recompute=config.activation_checkpointing,
+        gathers_stages=gathers_stages,
         in_backward=config.optimizer.in_backward,
     )
 

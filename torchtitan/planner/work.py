@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.debug.dry_run import fake_ranks, traffic_of, uncounted_axes
+from torchtitan.models.layers.attention import GQA
+from torchtitan.models.layers.tape import Tape, record
 from torchtitan.models.model import ParameterCounts
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.traffic import Step, Traffic
@@ -106,7 +108,7 @@ def work_of(config: Trainer.Config, world_size: int) -> Work:
         counts=whole.parameter_counts(),
         tokens_global=tokens,
         flops=flops,
-        recomputed_flops=_recomputed(config, whole.parameter_counts(), flops, tokens / world_size),
+        recomputed_flops=_recomputed(run),
         update_bytes=3 * trainable * run.param_itemsize + 2 * state,
         traffic=traffic,
         uncounted=uncounted_axes(run.degrees, traffic),
@@ -181,19 +183,26 @@ def _without_pipeline(config: Trainer.Config) -> Trainer.Config:
     return tree
 
 
-def _recomputed(
-    config: Trainer.Config, counts: ParameterCounts, flops: float, tokens: float
-) -> float:
-    """A forward of the blocks that are computed again: a third of their FLOPs, the head not among them."""
-    recompute = config.activation_checkpointing
-    if recompute.mode == "none":
-        return 0.0
-    head = 6.0 * counts.embedding * tokens
-    blocks = (flops - head) / 3 / recompute.every_n_blocks
-    if recompute.mode == "selective" and recompute.save_every_n_matmuls:
-        blocks *= 1 - 1 / recompute.save_every_n_matmuls
+def _recomputed(run: Setup) -> float:
+    """FLOPs of what activation checkpointing computes again in a step."""
+    recompute, place, flops = run.recompute, run.place, 0.0
+    for stage in run.stages:
+        for i, block in enumerate(stage.model.blocks()):
+            if recompute.mode != "budget" and i % recompute.every_n_blocks:
+                continue
+            tape = Tape(place)
+            record(block, tape, tape.stream(stage.model.stage_shape(1, 1)[-1]))
+            scores = sum(
+                m.score_flops_per_token(place.seq_len, causal=True)
+                for m in block.modules()
+                if isinstance(m, GQA)
+            )
+            attention = scores / 3 * place.tokens / place.tp  # a third is the forward's
+            flops += tape.recomputed_flops(
+                recompute.mode, recompute.save_every_n_matmuls, attention
+            )
     if (
         recompute.mode == "budget"
     ):  # at most: the compiler begins with what is cheap to compute again
-        blocks = (flops - head) / 3 * (1 - recompute.memory_budget)
-    return blocks
+        flops *= 1 - recompute.memory_budget
+    return run.micro_batches * flops
