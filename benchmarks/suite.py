@@ -105,7 +105,7 @@ class Planned:
         """The closed form, for rows of one document each."""
         memory = plan_memory(case.config, case.ranks, gpu=gpu, packed=False)
         work = work_of(case.config, case.ranks)
-        bounds = bounds_of(work, case.ranks, device)
+        bounds = bounds_of(work, device)
         at_most = case.tokens / bounds.step_s if bounds else None
         return cls(memory.peak.total, memory.total, work.flops, at_most)
 

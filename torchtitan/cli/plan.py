@@ -10,7 +10,7 @@ from torchtitan.config.recipes import Recipe, find_recipe
 from torchtitan.config.tree import check_tree
 from torchtitan.errors import ConfigError
 from torchtitan.planner.advice import advise
-from torchtitan.planner.devices import find_device
+from torchtitan.planner.devices import NODE_RANKS, find_device
 from torchtitan.planner.memory import plan_memory
 from torchtitan.planner.report import Report
 from torchtitan.planner.verify import verify
@@ -47,10 +47,14 @@ def main(argv: Sequence[str]) -> int:
     config, wrong = apply_flags(
         recipe.build(), tuple(flag for flag in options.flags if flag.name not in ours)
     )
-    world_size = (options.ngpu or 1) * options.nnodes
+    node_ranks = options.ngpu or 1
+    world_size = node_ranks * options.nnodes
     refuse([*problems, *wrong, *check_tree(config, world_size)])
     device = ours["device"].text if "device" in ours else "H100-80GB"
-    say(str(_report(recipe, config, world_size, device, verified="verify" in ours)))
+    report = _report(
+        recipe, config, world_size, min(node_ranks, NODE_RANKS), device, verified="verify" in ours
+    )
+    say(str(report))
     return 0
 
 
@@ -73,7 +77,13 @@ def _problems(flags: dict[str, Flag]) -> list[Problem]:
 
 
 def _report(
-    recipe: Recipe, config: object, world_size: int, device_name: str, *, verified: bool
+    recipe: Recipe,
+    config: object,
+    world_size: int,
+    node_ranks: int,
+    device_name: str,
+    *,
+    verified: bool,
 ) -> Report:
     device = find_device(device_name)
     if not isinstance(config, Trainer.Config):
@@ -89,7 +99,7 @@ def _report(
         device=device,
         memory=memory,
         work=work,
-        bounds=bounds_of(work, world_size, device),
+        bounds=bounds_of(work, device, node_ranks=node_ranks),
         changes=list(advise(config, world_size, device.memory)),
         verification=verify(config, world_size) if verified else None,
     )

@@ -14,6 +14,7 @@ from torchtitan import torch_api
 from torchtitan.models.model import Model
 from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.context_traffic import context_traffic
+from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.expert_traffic import expert_traffic
 from torchtitan.parallel.fsdp_traffic import fsdp_traffic
 from torchtitan.parallel.mesh import Mesh
@@ -154,7 +155,7 @@ def plan(
     with fake_ranks(world_size, rank):
         built = mesh.build(torch.device("cpu"))
         model = cut_model(built)
-        traffic = [row for parallelism in PARALLELISMS for row in parallelism(model, built, step)]
+        traffic = traffic_of(model, built, step)
         with torch_api.FakeTensorMode(allow_non_fake_inputs=True):  # shapes and types, no memory
             materialise(model, built.device)
             optimizer = build_optimizer(model)
@@ -171,12 +172,23 @@ def plan(
             },
             step=step,
             traffic=traffic,
-            uncounted=[
-                axis
-                for axis in ("pp", "cp", "tp", "ep")
-                if getattr(built.degrees, axis) > 1 and axis not in {row.axis for row in traffic}
-            ],
+            uncounted=uncounted_axes(built.degrees, traffic),
         )
+
+
+def traffic_of(model: Model, mesh: Mesh, step: Step) -> list[Traffic]:
+    """What a rank sends in a step, by all that its parallelisms say of themselves."""
+    return [row for parallelism in PARALLELISMS for row in parallelism(model, mesh, step)]
+
+
+def uncounted_axes(degrees: Degrees, traffic: Iterable[Traffic]) -> list[str]:
+    """Axes of several ranks that no row of ``traffic`` is about."""
+    counted = {row.axis for row in traffic}
+    return [
+        axis
+        for axis in ("pp", "cp", "tp", "ep")
+        if getattr(degrees, axis) > 1 and axis not in counted
+    ]
 
 
 @contextmanager

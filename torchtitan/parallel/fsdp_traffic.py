@@ -16,6 +16,9 @@ from torchtitan.parallel.traffic import Step, Traffic
 SHARDING_AXES = ("fsdp", "efsdp")
 """Mesh axes that FSDP shards over."""
 
+STAGES_GATHERED = 3
+"""Of a rank, that torch's schedules keep gathered at once: those that are used next."""
+
 GRADIENT_ITEMSIZE = 4
 """Gradients are reduced in float32."""
 
@@ -104,7 +107,7 @@ def _parts(model: Model, micro_batches: int) -> Iterator[tuple[Model, Uses]]:
             yield part, Uses(freed=1 + micro_batches, kept=1)
 
 
-def _fetches(stages: Sequence[int], stage: int, room: int = 3) -> int:
+def _fetches(stages: Sequence[int], stage: int, room: int = STAGES_GATHERED) -> int:
     """How often torch's schedules gather ``stage`` on a rank that computes ``stages`` one after another.
 
     Before each action it makes sure that the next ``room`` different stages are gathered, and frees the others.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan.models.layers.head import Head
 from torchtitan.models.layers.tape import Cost, Tape, record
+from torchtitan.parallel.fsdp_traffic import STAGES_GATHERED
 from torchtitan.planner.setup import Setup, Stage, Unit, setup
 from torchtitan.trainer import Trainer
 
@@ -345,22 +346,36 @@ class _Walk:
         stored = max(shard + cast, own + unit.update if run.in_backward else 0)
         return max(copied_in, reduced, whole + last + stored)
 
+    def _other_stages_gathered(self) -> int:
+        """Bytes of gathered parameters of the rank's other stages, as far as the schedule holds them at once."""
+        if not self.run.gathers_stages:
+            return 0
+        others = sorted(
+            sum(self._whole(unit) for unit in (*stage.blocks, *stage.edges.values(), stage.rest))
+            for stage in self.run.stages
+            if stage is not self.last
+        )
+        return sum(others[-(STAGES_GATHERED - 1) :])
+
     def _gathered_after_forward(self, stage: Stage) -> int:
         """Bytes of gathered parameters between forward and backward: of the last block and the rest, or of all."""
         if self._frees():
             last = self._whole(stage.blocks[-1]) if stage.blocks else 0
             return last + self._whole(stage.rest)
         edges = [unit for name, unit in stage.edges.items() if name != "head"]
-        return sum(self._whole(unit) for unit in (*stage.blocks, *edges, stage.rest))
+        own = sum(self._whole(unit) for unit in (*stage.blocks, *edges, stage.rest))
+        return own + self._other_stages_gathered()
 
     def _gathered_in_backward(self, stage: Stage, block: int) -> int:
         """Bytes of gathered parameters while ``block`` goes back."""
         if self._frees():
             return self._whole(stage.blocks[block]) + self._whole(stage.rest)
         embedding = [stage.edges["embedding"]] if "embedding" in stage.edges else []
-        return sum(
-            self._whole(unit) for unit in (*stage.blocks[: block + 1], *embedding, stage.rest)
-        )
+        if self.run.gathers_stages:  # which the schedule frees as wholes
+            own = (*stage.blocks, *stage.edges.values(), stage.rest)
+        else:
+            own = (*stage.blocks[: block + 1], *embedding, stage.rest)
+        return sum(self._whole(unit) for unit in own) + self._other_stages_gathered()
 
     def _gradients(self, units: Sequence[Unit]) -> int:
         return self.run.param_itemsize * sum(unit.trainable for unit in units)

@@ -101,17 +101,18 @@ def _changes(changes: Sequence[Change], device: Device) -> str:
 
 
 def _work(work: Work, bounds: Bounds | None) -> str:
-    counts, sent = work.counts, sum(work.sent_bytes.values())
+    counts, sent = work.counts, sum(row.sent_bytes for row in work.traffic)
     lines = [
         f"step: {work.tokens_global:,} tokens; {counts.total:,} parameters, of which a token uses {counts.active:,}",
         f"  a rank computes {work.flops / 1e12:,.1f} TFLOP and {work.recomputed_flops / 1e12:,.1f} more by recomputing; "
         f"its update moves {work.update_bytes / 1e9:,.1f} GB of memory; it sends {sent / 1e9:,.1f} GB",
         *(f"    {what}: {size / 1e9:,.2f} GB" for what, size in work.sent_bytes.items()),
+        *([f"    not counted: what goes over {', '.join(work.uncounted)}"] * bool(work.uncounted)),
     ]
     if bounds is not None:
         lines.append(
             f"  at the device's peak rates: compute {bounds.compute_s:.3g} s, communication "
-            f"{bounds.communication_s:.3g} s, update {bounds.update_s:.3g} s; no step is shorter than {bounds.step_s:.3g} s "
+            f"{bounds.link_s:.3g} s in the machine and {bounds.network_s:.3g} s between machines, update {bounds.update_s:.3g} s; no step is shorter than {bounds.step_s:.3g} s "
             f"({bounds.step_exposed_s:.3g} s if nothing overlaps)"
         )
     return "\n".join(lines)

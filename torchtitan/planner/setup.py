@@ -1,20 +1,30 @@
 """What the planner knows of a run on one rank, taken from its config: no process group, no weights, no cut model."""
 
+import copy
+import functools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from torchtitan.config.serialize import to_dict
+from torchtitan.models.layers.plan import Cut
 from torchtitan.models.layers.tape import Place
 from torchtitan.models.model import Model
+from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.pipeline_schedule import SINGLE
 from torchtitan.parallel.tensor import module_cuts
 from torchtitan.trainer import Trainer
 from torchtitan.training.settings import Training
+
+_M = TypeVar("_M", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ class Setup:
         sharded: whether FSDP is there; one rank that casts nothing goes without.
         reshard: whether a block frees its gathered parameters until its backward.
         recompute: activation checkpointing.
+        gathers_stages: whether a pipeline's schedule gathers whole stages, and keeps those that are used next.
         in_backward: whether the optimizer steps in the backward, so that gradients do not pile up.
     """
 
@@ -83,6 +94,7 @@ class Setup:
     sharded: bool
     reshard: bool
     recompute: ActivationCheckpointing.Config
+    gathers_stages: bool
     in_backward: bool
 
     @property
@@ -125,19 +137,76 @@ def setup(
         sequence_shards=degrees.sequence_shards,
     )
     kept = getattr(torch, training.parameter_dtype)
-    cut = _Cut(degrees, kept, config)
+    gathers_stages = degrees.pp > 1 and mesh.pipeline.schedule not in SINGLE
     return Setup(
         place=place,
         degrees=degrees,
-        stages=_stages(config, cut, pp_rank, rows // micro_rows),
+        stages=_stages(config, kept, degrees, pp_rank, rows // micro_rows),
         micro_batches=rows // micro_rows,
         param_itemsize=kept.itemsize,
         reduce_itemsize=4,
         sharded=world_size > 1 or {dtype, kept} != {torch.float32},
-        reshard=mesh.reshard_after_forward,
+        reshard=mesh.reshard_after_forward and not gathers_stages,
         recompute=config.activation_checkpointing,
+        gathers_stages=gathers_stages,
         in_backward=config.optimizer.in_backward,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A model that is not cut over ranks yet, or one stage of it. It is only looked at, so it is made once.
+
+    Attributes:
+        model: on the meta device, in the parameters' type.
+        parameters: each with its name and how its module is cut.
+    """
+
+    model: Model
+    parameters: Mapping[nn.Parameter, tuple[str, Cut]]
+
+    @classmethod
+    def of(cls, model: Model) -> "_Plain":
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        cuts = {
+            parameter: (names[parameter], cut)
+            for module, cut in module_cuts(model).values()
+            for parameter in module.parameters(recurse=False)
+        }
+        return cls(model, cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blueprint:
+    """What a model is made from; equal ones make equal models."""
+
+    text: str
+    dtype: torch.dtype
+    config: Model.Config = field(compare=False)
+
+    @classmethod
+    def of(cls, config: Model.Config, dtype: torch.dtype) -> "_Blueprint":
+        return cls(json.dumps(to_dict(config), sort_keys=True), dtype, copy.deepcopy(config))
+
+
+@functools.lru_cache(maxsize=8)
+def _whole(blueprint: _Blueprint) -> _Plain:
+    with torch.device("meta"):
+        return _Plain.of(blueprint.config.build().to(blueprint.dtype))
+
+
+@functools.lru_cache(maxsize=128)
+def _part(blueprint: _Blueprint, start: int, stop: int, first: bool, last: bool) -> _Plain:
+    part = _twin(_whole(blueprint).model)
+    part.keep(range(start, stop), first, last)
+    return _Plain.of(part)
+
+
+def _twin(module: _M) -> _M:
+    """A copy whose modules can be taken out and replaced, with the same parameters."""
+    twin = copy.copy(module)
+    twin._modules = {name: child and _twin(child) for name, child in module._modules.items()}
+    return twin
 
 
 _Locals = dict[nn.Parameter, tuple[str, list[int], int]]
@@ -149,17 +218,11 @@ class _Cut:
     """How parameters become shards."""
 
     degrees: Degrees
-    dtype: torch.dtype
-    config: Trainer.Config
+    optimizer: Optimizer.Config
 
-    def build(self) -> Model:
-        """The whole model on the meta device, in the parameters' type."""
-        with torch.device("meta"):
-            return self.config.model.build().to(self.dtype)
-
-    def units(self, model: Model) -> tuple[list[Unit], dict[str, Unit], Unit]:
+    def units(self, plain: _Plain) -> tuple[list[Unit], dict[str, Unit], Unit]:
         """Blocks, edges and the rest of a model or stage."""
-        local = self._local_shapes(model)
+        model, local = plain.model, self._local_shapes(plain)
         edges = {
             "head" if module is getattr(model, "head", None) else "embedding": module
             for module in model.edge_units()
@@ -170,19 +233,17 @@ class _Cut:
         rest = [p for p in model.parameters() if p not in inside]
         return blocks, own, self._of(rest, local)
 
-    def _local_shapes(self, model: nn.Module) -> _Locals:
+    def _local_shapes(self, plain: _Plain) -> _Locals:
         """Name, shape on a rank before FSDP, and the ranks that FSDP shards it over, for each parameter."""
         degrees = self.degrees
-        names = {parameter: name for name, parameter in model.named_parameters()}
         found: _Locals = {}
-        for module, cut in module_cuts(model).values():
-            for parameter in module.parameters(recurse=False):
-                shape, ranks = list(parameter.shape), degrees.fsdp
-                if cut.elsewhere:
-                    shape[0], ranks = -(-shape[0] // degrees.ep), degrees.efsdp
-                elif cut.shard_dim is not None and cut.shard_dim < len(shape):
-                    shape[cut.shard_dim] = -(-shape[cut.shard_dim] // degrees.tp)
-                found[parameter] = names[parameter], shape, ranks
+        for parameter, (name, cut) in plain.parameters.items():
+            shape, ranks = list(parameter.shape), degrees.fsdp
+            if cut.elsewhere:
+                shape[0], ranks = -(-shape[0] // degrees.ep), degrees.efsdp
+            elif cut.shard_dim is not None and cut.shard_dim < len(shape):
+                shape[cut.shard_dim] = -(-shape[cut.shard_dim] // degrees.tp)
+            found[parameter] = name, shape, ranks
         return found
 
     def _unit(self, module: nn.Module, local: _Locals) -> Unit:
@@ -190,7 +251,7 @@ class _Cut:
 
     def _of(self, parameters: Sequence[nn.Parameter], local: _Locals) -> Unit:
         gathered = shard = trainable = state = update = last = 0
-        optimizer = self.config.optimizer
+        optimizer = self.optimizer
         for parameter in parameters:
             name, shape, ranks = local[parameter]
             rows = -(-shape[0] // ranks)
@@ -207,19 +268,22 @@ class _Cut:
         return Unit(gathered, shard, trainable, state, update, last)
 
 
-def _stages(config: Trainer.Config, cut: _Cut, pp_rank: int, micro_batches: int) -> list[Stage]:
+def _stages(
+    config: Trainer.Config, dtype: torch.dtype, degrees: Degrees, pp_rank: int, micro_batches: int
+) -> list[Stage]:
     """The stages of a rank."""
-    pp = cut.degrees.pp
-    if pp == 1:
-        model = cut.build()
-        return [Stage(model, *cut.units(model), in_flight=1)]
-    pipeline = config.parallelism.pipeline.build(pp=pp, n_blocks=config.model.n_blocks)
+    cut, blueprint = _Cut(degrees, config.optimizer), _Blueprint.of(config.model, dtype)
+    if degrees.pp == 1:
+        plain = _whole(blueprint)
+        return [Stage(plain.model, *cut.units(plain), in_flight=1)]
+    pipeline = config.parallelism.pipeline.build(pp=degrees.pp, n_blocks=config.model.n_blocks)
     stages: list[Stage] = []
     for number in pipeline.stages_of(pp_rank):
-        part = cut.build()
-        part.keep(pipeline.blocks[number], number == 0, number == pipeline.n_stages - 1)
-        kept = _in_flight(pipeline, pp, pp_rank, number, micro_batches)
-        stages.append(Stage(part, *cut.units(part), in_flight=kept))
+        blocks = pipeline.blocks[number]
+        first, last = number == 0, number == pipeline.n_stages - 1
+        part = _part(blueprint, blocks.start, blocks.stop, first, last)
+        kept = _in_flight(pipeline, degrees.pp, pp_rank, number, micro_batches)
+        stages.append(Stage(part.model, *cut.units(part), in_flight=kept))
     return stages
 
 

@@ -1,16 +1,30 @@
 """What a step computes and moves on one rank, and how long that takes at least."""
 
-# Letters: N ranks that shard, R copies, t ranks of tp, M micro-batches, T tokens, D width, b bytes of an activation.
-
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.models.layers.linear import Linear
-from torchtitan.models.layers.moe import MoE
+import torch
+
+from torchtitan.debug.dry_run import fake_ranks, traffic_of, uncounted_axes
+from torchtitan.models.layers.attention import GQA
+from torchtitan.models.layers.tape import Tape, record
 from torchtitan.models.model import ParameterCounts
+from torchtitan.parallel.degrees import Degrees
+from torchtitan.parallel.traffic import Step, Traffic
 from torchtitan.planner.devices import NETWORK_GB_PER_S, NODE_RANKS, Device
-from torchtitan.planner.setup import Setup, Stage, Unit, setup
-from torchtitan.trainer import Trainer
+from torchtitan.planner.setup import Setup, setup
+from torchtitan.trainer import Trainer, cut_model
+from torchtitan.training.settings import Training
+
+_WHAT_FOR = {
+    "pp": "pipeline",
+    "dp_replicate": "adding copies' gradients",
+    "cp": "context parallel",
+    "tp": "tensor parallel",
+    "ep": "expert parallel",
+}
+"""What is sent over an axis; FSDP's are told apart by the operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +37,9 @@ class Work:
         flops: forward and backward, without recomputation.
         recomputed_flops: what activation checkpointing adds.
         update_bytes: of memory that the optimizer reads and writes.
-        sent_bytes: to other ranks, by what for.
+        traffic: what it sends to other ranks.
+        uncounted: axes whose traffic is not known.
+        degrees: of the mesh.
     """
 
     counts: ParameterCounts
@@ -31,7 +47,19 @@ class Work:
     flops: float
     recomputed_flops: float
     update_bytes: float
-    sent_bytes: Mapping[str, float]
+    traffic: Sequence[Traffic]
+    uncounted: Sequence[str]
+    degrees: Degrees
+
+    @property
+    def sent_bytes(self) -> Mapping[str, float]:
+        """Bytes to other ranks, by what for."""
+        found: dict[str, float] = defaultdict(float)
+        for row in self.traffic:
+            gathers = row.operation == "all_gather"
+            fsdp = "gathering parameters" if gathers else "reducing gradients"
+            found[_WHAT_FOR.get(row.axis, fsdp)] += row.sent_bytes
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +69,24 @@ class Bounds:
     Attributes:
         compute_s: of matrix products.
         update_s: of the optimizer's reads and writes.
-        communication_s: of what is sent, one after another.
+        link_s: of what goes to neighbours in the machine.
+        network_s: of what goes to other machines.
     """
 
     compute_s: float
     update_s: float
-    communication_s: float
+    link_s: float
+    network_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """Of all that is sent, one after another."""
+        return self.link_s + self.network_s
 
     @property
     def step_s(self) -> float:
-        """At least, with all communication hidden."""
-        return max(self.compute_s, self.communication_s) + self.update_s
+        """At least, with all communication hidden, links and network busy at the same time."""
+        return max(self.compute_s, self.link_s, self.network_s) + self.update_s
 
     @property
     def step_exposed_s(self) -> float:
@@ -68,26 +103,78 @@ def work_of(config: Trainer.Config, world_size: int) -> Work:
     flops = whole.flops_per_token(training.seq_len) * tokens / world_size
     state = sum(unit.optimizer for unit in run.units)
     trainable = sum(unit.trainable for unit in run.units)
+    traffic = _traffic(config, run)
     return Work(
         counts=whole.parameter_counts(),
         tokens_global=tokens,
         flops=flops,
-        recomputed_flops=_recomputed(config, whole.parameter_counts(), flops, tokens / world_size),
+        recomputed_flops=_recomputed(run),
         update_bytes=3 * trainable * run.param_itemsize + 2 * state,
-        sent_bytes={what: sent for what, sent in _sent(run, config).items() if sent},
+        traffic=traffic,
+        uncounted=uncounted_axes(run.degrees, traffic),
+        degrees=run.degrees,
     )
 
 
-def bounds_of(work: Work, world_size: int, device: Device) -> Bounds | None:
-    """How long a step takes at least; None if the device's rates are not known."""
+def _traffic(config: Trainer.Config, run: Setup) -> list[Traffic]:
+    """What rank 0 sends in a step, from its model as it is cut, without memory and without the other ranks."""
+    if run.degrees.world == 1:
+        return []
+    place = run.place
+    step = Step(run.micro_batches, place.rows, place.seq_len, place.itemsize)
+    dtype = Training.compute_dtype(config.training, torch.device("cuda"))
+    with fake_ranks(run.degrees.world, 0):
+        mesh = config.parallelism.build(torch.device("cpu"))
+        return traffic_of(cut_model(config, mesh, dtype, meta=True), mesh, step)
+
+
+def bounds_of(work: Work, device: Device, *, node_ranks: int = NODE_RANKS) -> Bounds | None:
+    """How long a step takes at least; None if the device's rates are not known.
+
+    Args:
+        work: of a rank.
+        device: that it runs on.
+        node_ranks: ranks of a machine, which are neighbours on the mesh's inner axes.
+    """
     if not (device.peak_tflops and device.memory_tb_per_s and device.link_gb_per_s):
         return None
-    link = device.link_gb_per_s if world_size <= NODE_RANKS else NETWORK_GB_PER_S
+    link = network = 0.0
+    for row in work.traffic:
+        leaving, adapters = _leaving(row, work.degrees, node_ranks)
+        link += (row.sent_bytes - leaving) / (device.link_gb_per_s * 1e9)
+        network += leaving / (adapters * NETWORK_GB_PER_S * 1e9)
     return Bounds(
         compute_s=(work.flops + work.recomputed_flops) / (device.peak_tflops * 1e12),
         update_s=work.update_bytes / (device.memory_tb_per_s * 1e12),
-        communication_s=sum(work.sent_bytes.values()) / (link * 1e9),
+        link_s=link,
+        network_s=network,
     )
+
+
+def _leaving(row: Traffic, degrees: Degrees, node_ranks: int) -> tuple[float, int]:
+    """Bytes of a rank that must leave its machine, and over how many network adapters.
+
+    Of n ranks of which m share a machine, a rank has n - m of its n - 1 peers elsewhere. What is the same for all m (gathers
+    and sums) enters and leaves the machine once, over the adapters of all of them; the rest goes over the rank's own.
+    """
+    stride = _stride(row.axis, degrees)
+    here = min(row.ranks, max(1, node_ranks // stride))
+    leaving = row.sent_bytes * (row.ranks - here) / (row.ranks - 1)
+    return leaving, 1 if row.operation in ("all_to_all", "send") else here
+
+
+def _stride(axis: str, degrees: Degrees) -> int:
+    """Between the numbers of two neighbours along an axis; see `Mesh`."""
+    strides = {
+        "tp": 1,
+        "ep": 1,
+        "efsdp": degrees.ep,
+        "cp": degrees.tp,
+        "fsdp": degrees.tp,
+        "dp_replicate": degrees.tp * degrees.fsdp,
+        "pp": degrees.world // degrees.pp,
+    }
+    return strides[axis]
 
 
 def _without_pipeline(config: Trainer.Config) -> Trainer.Config:
@@ -96,79 +183,26 @@ def _without_pipeline(config: Trainer.Config) -> Trainer.Config:
     return tree
 
 
-def _recomputed(
-    config: Trainer.Config, counts: ParameterCounts, flops: float, tokens: float
-) -> float:
-    """A forward of the blocks that are computed again: a third of their FLOPs, the head not among them."""
-    recompute = config.activation_checkpointing
-    if recompute.mode == "none":
-        return 0.0
-    head = 6.0 * counts.embedding * tokens
-    blocks = (flops - head) / 3 / recompute.every_n_blocks
-    if recompute.mode == "selective" and recompute.save_every_n_matmuls:
-        blocks *= 1 - 1 / recompute.save_every_n_matmuls
+def _recomputed(run: Setup) -> float:
+    """FLOPs of what activation checkpointing computes again in a step."""
+    recompute, place, flops = run.recompute, run.place, 0.0
+    for stage in run.stages:
+        for i, block in enumerate(stage.model.blocks()):
+            if recompute.mode != "budget" and i % recompute.every_n_blocks:
+                continue
+            tape = Tape(place)
+            record(block, tape, tape.stream(stage.model.stage_shape(1, 1)[-1]))
+            scores = sum(
+                m.score_flops_per_token(place.seq_len, causal=True)
+                for m in block.modules()
+                if isinstance(m, GQA)
+            )
+            attention = scores / 3 * place.tokens / place.tp  # a third is the forward's
+            flops += tape.recomputed_flops(
+                recompute.mode, recompute.save_every_n_matmuls, attention
+            )
     if (
         recompute.mode == "budget"
     ):  # at most: the compiler begins with what is cheap to compute again
-        blocks = (flops - head) / 3 * (1 - recompute.memory_budget)
-    return blocks
-
-
-def _sent(run: Setup, config: Trainer.Config) -> dict[str, float]:
-    """Bytes that the rank sends in a step, by ring algorithms."""
-    degrees, place, micro = run.degrees, run.place, run.micro_batches
-    gathered = reduced = copied = stream = exchanged = 0.0
-    for stage in run.stages:
-        for unit, uses in _uses(run, stage):
-            n = unit.gathered / unit.shard if unit.shard else 1
-            gathered += uses * micro * unit.gathered * place.itemsize * (n - 1) / n
-            reduced += unit.gathered * run.reduce_itemsize * (n - 1) / n
-            copied += 2 * unit.shard * run.reduce_itemsize
-        n_blocks, dim = len(stage.blocks), stage.model.stage_shape(1, 1)[-1]
-        size = micro * place.tokens * dim * place.itemsize
-        again = (
-            2 if run.recompute.mode == "full" else 0
-        )  # a gather more for attention and feed-forward
-        stream += n_blocks * (8 + again) * size + 4 * size * len(stage.edges or (1,)) / 2
-        moes = [m for m in stage.model.modules() if isinstance(m, MoE)]
-        slots = sum(m.config.router.top_k for m in moes) / place.sequence_shards
-        exchanged += 4 * size * slots
-    boundaries = 2.0 if degrees.pp > 2 else 1.0  # a neighbour before and one after
-    edge = micro * place.tokens * run.stages[0].model.stage_shape(1, 1)[-1] * place.itemsize
-    return {
-        "gathering parameters": gathered,
-        "reducing gradients": reduced,
-        "adding copies' gradients": copied * _share(degrees.dp_replicate),
-        "tensor parallel": stream * _share(degrees.tp) if degrees.tp > 1 else 0.0,
-        "context parallel": _context(run, config),
-        "expert parallel": exchanged * _share(degrees.ep),
-        "pipeline": boundaries * edge if degrees.pp > 1 else 0.0,
-    }
-
-
-def _uses(run: Setup, stage: Stage) -> list[tuple[Unit, int]]:
-    """Units with how often a micro-batch gathers them: twice, or once where they stay until the backward."""
-    freed = 2 if run.sharded and run.reshard else 1
-    units = [(unit, freed) for unit in stage.blocks[:-1]]
-    units += [(unit, 1) for unit in stage.blocks[-1:]]
-    units += [(unit, 1 if name == "head" else freed) for name, unit in stage.edges.items()]
-    return [*units, (stage.rest, 1)]
-
-
-def _share(ranks: int) -> float:
-    """Part of a tensor that a ring sends."""
-    return (ranks - 1) / ranks
-
-
-def _context(run: Setup, config: Trainer.Config) -> float:
-    """Keys and values of the other ranks: sent in the forward, and twice that in the backward (values and gradients)."""
-    cp, place = run.degrees.cp, run.place
-    if cp == 1:
-        return 0.0
-    sent = 0
-    for stage in run.stages:
-        for name, module in stage.model.named_modules():
-            if isinstance(module, Linear) and name.endswith(("k_proj", "v_proj")):
-                sent += place.tokens * module.out_features // place.tp * place.itemsize * (cp - 1)
-    again = config.activation_checkpointing.mode == "full"
-    return run.micro_batches * (3 + again) * sent
+        flops *= 1 - recompute.memory_budget
+    return run.micro_batches * flops

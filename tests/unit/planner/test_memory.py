@@ -1,5 +1,8 @@
 """The closed form of a rank's memory: against real steps, and against numbers worked out by hand."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -132,6 +135,30 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_are_in_flight():
     assert plan_memory(config, 2).peak.total > 0
 
 
+def test_schedules_that_gather_whole_stages_hold_those_of_a_rank_at_once():
+    config = small(mesh={"pp": 2}, micro_batch_rows=1, **BF16)
+    config.parallelism.pipeline.schedule = "Interleaved1F1B"
+    run = setup(config, 4)
+    assert [len(stage.blocks) for stage in run.stages] == [1, 1]
+    gathered = {moment.name: moment.held["gathered"] for moment in plan_memory(config, 4).moments}
+    blocks = 2 * sum(stage.blocks[0].gathered for stage in run.stages)
+    assert gathered["backward"] >= blocks
+    config.parallelism.pipeline.schedule = "1F1B"
+    freed = {moment.name: moment.held["gathered"] for moment in plan_memory(config, 4).moments}
+    assert freed["backward"] < blocks
+
+
+def test_models_of_equal_config_are_made_once_and_stages_from_them():
+    config = small(mesh={"pp": 2}, micro_batch_rows=1)
+    first, again = setup(config, 2).stages[0].model, setup(config, 2).stages[0].model
+    assert first is again
+    whole = setup(small(), 1).stages[0].model
+    assert len(whole.blocks()) == 4  # taking a stage out of it has left it whole
+    assert len(first.blocks()) == 2
+    config.model.vocab_size += 64
+    assert setup(config, 2).stages[0].model is not first
+
+
 def test_experts_are_divided_over_their_ranks():
     alone = plan_memory(small(model=MOE, mesh={"ep": 1}), 4).peak.held
     shared = plan_memory(small(model=MOE, mesh={"ep": 4}), 4).peak.held
@@ -142,7 +169,8 @@ def test_experts_are_divided_over_their_ranks():
 @pytest.mark.parametrize("part", ["block", "feed-forward layer", "norm"])
 def test_a_layer_that_does_not_say_what_it_keeps_is_refused(part):
     run = setup(small(), 1)
-    layers = run.stages[0].model.layers
+    stage = replace(run.stages[0], model=copy.deepcopy(run.stages[0].model))
+    layers = stage.model.layers
     if part == "block":
         layers[0] = nn.Linear(2, 2)
     elif part == "norm":
@@ -153,7 +181,7 @@ def test_a_layer_that_does_not_say_what_it_keeps_is_refused(part):
         ConfigError,
         match=r"its layer Linear does not say what it keeps.*give it a record\(tape, x\)",
     ):
-        block_costs(run, run.stages[0])
+        block_costs(run, stage)
 
 
 @pytest.mark.parametrize("optimizer", [AdamW.Config, SGD.Config, Muon.Config])

@@ -99,6 +99,17 @@ class Op:
     backward_scratch: int = 0
     weights: int = 0
 
+    @property
+    def flops(self) -> float:
+        """Of a matmul's forward: ``2 * T * D_in * D_out``, or of a weighted sum of rows."""
+        first = self.inputs[0]
+        return (
+            2.0
+            * first.tokens
+            * first.features
+            * (self.out.features if len(self.inputs) == 1 else 1)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -228,6 +239,20 @@ class Tape:
             weights=sum(op.weights for op in self.ops),
             stream=out.nbytes,
         )
+
+    def recomputed_flops(
+        self, recompute: str, every_n_matmuls: int, attention_flops: float
+    ) -> float:
+        """Of the operations that are computed again; ``attention_flops`` are those of one forward's attention.
+
+        A recomputation ends with the last input that the backward asks for, so the last matmul is not among them.
+        """
+        if recompute == "none":
+            return 0.0
+        matmuls = [op for op in self.ops if op.kind == "matmul"]
+        kept = matmuls[::every_n_matmuls] if recompute == "selective" and every_n_matmuls else []
+        again = [op for op in matmuls[:-1] if all(op is not other for other in kept)]
+        return sum(op.flops for op in again) + attention_flops * (recompute != "selective")
 
     def _selected(self, every_n_matmuls: int) -> int:
         """Bytes that selective checkpointing keeps besides the block's input."""
