@@ -585,3 +585,25 @@ def test_a_chat_loader_survives_json():
         sources=[Chat.Config(rows=Docstrings.Config(), columns={"instruction": "q"})]
     )
     assert from_dict(to_dict(loader)) == loader
+
+
+@pytest.mark.parametrize("seq_len", [48, 96])
+def test_a_resumed_stream_may_have_another_seq_len(seq_len):
+    run = Ranks(config("streaming"), rows=4, seq_len=64)
+    run.take(2)
+    resumed = Ranks(config("streaming"), rows=4, seq_len=seq_len, state=run.state)
+    for tokens in resumed.take(3):
+        assert tokens.shape[-1] == seq_len
+    run.close()
+    resumed.close()
+
+
+def test_waiting_samples_that_are_not_what_they_were_are_an_error():
+    run = Ranks(config("streaming"), rows=4, seq_len=64)
+    run.take(2)
+    run.state["streams"]["0"]["pending"][0][2] += 1
+    resumed = Ranks(config("streaming"), rows=4, seq_len=64, state=run.state)
+    with pytest.raises(DataError, match=r"stream 0: it has \d+ tokens, and had \d+ when the checkp"):  # fmt: skip
+        resumed.take(1)
+    run.close()
+    resumed.close()
