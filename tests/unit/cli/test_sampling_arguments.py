@@ -30,7 +30,9 @@ def chosen(generation: dict[str, Any], **asked: Any) -> Sampling.Config:
         ({"do_sample": False, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
     ],
 )  # fmt: skip
-def test_what_is_not_asked_for_is_what_the_folder_recommends(generation: dict[str, Any], wanted: dict[str, Any]):
+def test_what_is_not_asked_for_is_what_the_folder_recommends(
+    generation: dict[str, Any], wanted: dict[str, Any]
+):
     """As in transformers: 0 is no limit of top-k, and the penalty acts without drawing, too."""
     assert chosen(generation) == Sampling.Config(seed=3, **wanted)
 
