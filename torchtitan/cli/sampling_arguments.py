@@ -46,10 +46,13 @@ def sampling_of(arguments: argparse.Namespace, source: Source) -> Sampling.Confi
         ConfigError: if a setting is none.
     """
     config = Sampling.Config(seed=arguments.seed)
-    recommended = source.generation if source.generation.get("do_sample") else {}
+    drawn = bool(source.generation.get("do_sample"))
     for name in _FROM_FOLDER:
         asked = getattr(arguments, name)
-        value = recommended.get(name) if asked is None else asked
+        recommended = source.generation.get(name) if drawn or name == "repetition_penalty" else None
+        if name == "top_k" and recommended in (0, -1):
+            recommended = None  # all tokens, for transformers and for vLLM
+        value = recommended if asked is None else asked
         if value is not None:
             setattr(config, name, value)
     refuse(list(config.check()))

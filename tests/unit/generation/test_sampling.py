@@ -79,3 +79,8 @@ def test_settings_that_are_none():
         "min_p=2.0: is not between 0 and 1; set 0 for all tokens",
         "repetition_penalty=0.0: is not positive; set 1 for none",
     ]
+
+
+def test_top_p_leaves_out_what_is_not_needed_to_reach_it_exactly():
+    probs = Sampling.Config(top_p=0.5).build().probabilities(torch.zeros(1, 2))
+    assert sorted(probs[0].tolist()) == [0.0, 1.0]  # a half is enough, as in transformers
