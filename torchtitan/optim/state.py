@@ -214,7 +214,11 @@ def misfit(parameter: Tensor, block: int) -> str | None:
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         if getattr(placement, "dim", None) == last:  # is_shard() denies strided shards
             ranks *= size
-    columns = parameter.shape[-1]
+    return cut_block(parameter.shape[-1], ranks, block)
+
+
+def cut_block(columns: int, ranks: int, block: int) -> str | None:
+    """What is wrong if ``columns`` over ``ranks`` cut blocks of ``block`` elements; None if they do not."""
     if columns % (ranks * block) == 0:
         return None
     fitting = math.gcd(columns // ranks, block) if columns % ranks == 0 else 0
