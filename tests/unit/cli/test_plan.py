@@ -73,7 +73,9 @@ def test_what_the_run_would_refuse_as_it_is_built_is_refused(capsys):
     arguments = ["--ngpu", "8", "--parallelism.tp", "2", "--optimizer.state-dtype", "int4"]
     code, _, err = run(capsys, *arguments)
     assert code == 2
-    assert "parallelism.tp=2 cuts them in layers.*.feed_forward.down_proj.weight (704 columns)" in err
+    assert (
+        "parallelism.tp=2 cuts them in layers.*.feed_forward.down_proj.weight (704 columns)" in err
+    )
     code, _, _ = run(capsys, *arguments, "--optimizer.block-size", "32")
     assert code == 0
 
