@@ -380,6 +380,11 @@ def test_a_sample_is_shown_with_what_is_learned():
     text = shown(sample(TURNS), tokenizer("chatml"), BRACKETED)
     assert "<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n3+3?" in text
     assert text.count("⟦") == 2
+    everything = sample({"text": "abc def"}, learn="all")
+    first = tokenizer("chatml").decode(everything.tokens[:1].tolist())
+    text = shown(everything, tokenizer("chatml"), BRACKETED)
+    assert text.startswith(f"{first}⟦")  # nothing comes before it, so that it is no target
+    assert text.endswith("<|im_end|>⟧")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
