@@ -41,8 +41,9 @@ class Source:
     @property
     def stop_ids(self) -> set[int]:
         """Tokens after which nothing comes: the end of a document, of a turn, and those that the folder names."""
-        named = self.generation.get("eos_token_id") or []
-        return {*stop_ids(self.tokenizer), *([named] if isinstance(named, int) else named)}
+        named = self.generation.get("eos_token_id")
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        return {*stop_ids(self.tokenizer), *listed}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model shall go on with."""

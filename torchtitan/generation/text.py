@@ -48,12 +48,27 @@ class TextStream:
             text = self._decode(self._ids[self._context :])
         text = text[len(before) :]
         cut = len(text) - len(text.rstrip(_CUT))
-        if n_waiting > _MOST_MISSING:
-            cut = min(cut, _MOST_MISSING)
+        if cut > _MOST_MISSING and n_waiting > _MOST_MISSING and not final:
+            return self._oldest_text()
         sure = text if final else text[: len(text) - cut]
         new, self._shown = sure[self._shown :], len(sure)
         if len(sure) == len(text):
             self._context, self._read, self._shown = self._read, len(self._ids), 0
+        return new
+
+    def _oldest_text(self) -> str:
+        """The text of the oldest tokens that wait, where more wait than a character can have.
+
+        They are parted from the others where that leaves the fewest marks of bytes that are no character: a U+FFFD that
+        was said is one mark, and the bytes of a cut character may be one each.
+        """
+        waiting = self._ids[self._read :]
+        parts = [
+            (self._decode(waiting[:n]), self._decode(waiting[n:])) for n in range(1, len(waiting))
+        ]
+        n_oldest = 1 + min(range(len(parts)), key=lambda i: len(parts[i][0]) + len(parts[i][1]))
+        new = parts[n_oldest - 1][0][self._shown :]
+        self._context, self._read, self._shown = self._read, self._read + n_oldest, 0
         return new
 
     def _release(self, new: str, *, final: bool) -> str:

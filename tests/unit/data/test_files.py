@@ -114,6 +114,19 @@ def test_the_forms_of_a_json_file(tmp_path, form):
     assert [source.read(i) for i in range(first, len(source))] == ["a{\\", 'b"]'][: len(source)]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, name):
+    """Spreadsheets and editors write one."""
+    if name == "a.txt":
+        (tmp_path / name).write_text("a", encoding="utf-8")
+    else:
+        write(tmp_path / name, ["a", "b"])
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert read(str(tmp_path / name)) == (["a"] if name == "a.txt" else ["a", "b"])
+    rows = Files.Config(path=str(tmp_path / name)).build_rows()
+    assert rows.read(0)["text"] == "a"
+
+
 def test_a_folder_a_glob_and_a_list(tmp_path):
     for name in ("b.jsonl", "a.txt", "sub/c.csv", "sub/deep/d.txt", "notes.md", ".hidden.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,24 @@ def test_unusual_texts_come_back(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
+def test_a_tokenizer_that_cuts_or_fills_texts_does_neither_here(tmp_path):
+    """Many a tokenizer.json was saved with the settings of its last call; a prompt must not lose its beginning."""
+    data = json.loads(BUNDLED.read_text(encoding="utf-8"))
+    data["truncation"] = {
+        "direction": "Left", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    data["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 4, "pad_type_id": 0, "pad_token": "<|pad|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    tok, text = Tokenizer.Config(path=str(tmp_path)).build(), "def read(self, index: int) -> str:"
+    for same in (tok, pickle.loads(pickle.dumps(tok))):
+        assert same.encode(text) == TOKENIZER.encode(text)
+        pieces = [("<|im_start|>", True), (text + "<|im_end|>", False)]
+        assert same.encode_pieces(pieces) == TOKENIZER.encode_pieces(pieces)
+
+
 def test_the_bundled_tokenizer():
     assert TOKENIZER.vocab_size == 4096
     assert (TOKENIZER.bos_id, TOKENIZER.eos_id) == (0, 1)

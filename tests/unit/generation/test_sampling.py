@@ -29,6 +29,7 @@ def test_top_k_top_p_and_min_p_keep_the_likeliest():
     assert (probabilities(top_p=0.7)[0] > 0).tolist() == [True, True, False, False]
     assert (probabilities(top_p=0.64)[0] > 0).tolist() == [True, False, False, False]
     assert (probabilities(min_p=0.1)[0] > 0).tolist() == [True, True, True, False]
+    assert (probabilities(min_p=1.0)[0] > 0).tolist() == [True, False, False, False]
 
 
 def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_negative():
@@ -36,6 +37,9 @@ def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_nega
     logits = torch.tensor([[-1.0, -1.5]])
     assert draws(1, logits, temperature=0, history=[0, 0], repetition_penalty=2.0) == [1]
     assert draws(1, logits, temperature=0, history=[0, 1], repetition_penalty=2.0) == [0]
+    every = {"temperature": 0, "repetition_penalty": 2.0}  # token there, however long ago, and once
+    assert draws(1, torch.tensor([[3.0, 2.9, 1.6]]), history=[1, 0, 1, 0], **every) == [2]
+    assert draws(1, torch.tensor([[3.0, 2.9, 1.0]]), history=[1, 0, 1, 0], **every) == [0]
 
 
 def test_what_is_drawn_has_the_probabilities():
@@ -49,7 +53,7 @@ def test_what_is_drawn_has_the_probabilities():
 def test_the_probabilities_are_those_of_transformers():
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
-    ids = torch.tensor([[1, 2, 3], [4, 4, 4], [7, 8, 49]])
+    ids = logits.topk(4).indices[:, [1, 3, 1, 0]]  # what is likely, so that the penalty is seen
     config = Sampling.Config(
         temperature=0.8, top_k=20, top_p=0.9, min_p=0.03, repetition_penalty=1.3
     )

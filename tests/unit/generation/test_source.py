@@ -12,7 +12,8 @@ from torchtitan.data.tokenizer import BUNDLED, Tokenizer
 from torchtitan.errors import ConfigError
 from torchtitan.generation.generator import Generator
 from torchtitan.generation.sampling import Sampling
-from torchtitan.generation.source import open_source
+from torchtitan.generation.source import Source, open_source
+from torchtitan.models.decoder import Decoder
 
 CPU = torch.device("cpu")
 
@@ -79,6 +80,16 @@ def test_a_checkpoint_is_asked_by_its_runs_folder(run_folder, capsys):
     assert capsys.readouterr().out.rstrip("\n") == want[0].text.rstrip("\n")
     assert main(["generate", *common, "--prompt", "def main", "--prompt", "x = 1"]) == 0
     assert f"[1] {want[0].text}" in capsys.readouterr().out
+
+
+def test_generation_ends_at_each_end_that_is_known():
+    """The tokenizer's own, the template's, and what the folder names, which is a number or a list of them."""
+    tokenizer = Tokenizer.Config().build()
+    own = {tokenizer.eos_id, tokenizer.vocab["<|im_end|>"]}
+    for named, more in ((None, set()), (7, {7}), ([7, 9], {7, 9}), (0, {0})):
+        source = Source(Decoder.__new__(Decoder), tokenizer, {"eos_token_id": named})
+        assert source.stop_ids == own | more
+    assert Source(Decoder.__new__(Decoder), tokenizer, {}).stop_ids == own
 
 
 def test_a_conversation_ends_with_the_input(run_folder, capsys, monkeypatch):

@@ -74,14 +74,15 @@ def byte_fallback():
 
 
 @settings(deadline=None)
-@given(text=st.text(alphabet="ab é日本🎈", max_size=12))
+@given(text=st.text(alphabet="ab é日本🎈\ufffd", max_size=12))
 @example("日本🎈🎈 a")
+@example("\ufffd🎈\ufffd\ufffdé")  # U+FFFD itself, which is also what bytes of no character become
 def test_characters_of_several_byte_tokens_in_a_row_come_whole(text):
     tokenizer = byte_fallback()
     stream = TextStream(tokenizer.decode)
     pieces = [stream.push(token) for token in tokenizer.encode(text).ids]
     assert "".join(pieces) + stream.finish() == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces).count("\ufffd") <= text.count("\ufffd")
 
 
 def test_byte_tokens_that_are_no_character_do_not_hold_the_text_for_ever():

@@ -28,6 +28,10 @@ _FIX = (
     "included, and set tokenizer.chat_template to that file"
 )
 
+_NOTHING_ASKED = (
+    "the conversation begins with an answer, and what it begins with before that cannot be told"
+)
+
 
 class SpanError(TemplateError):
     """The assistant's part of a rendered conversation cannot be told for sure."""
@@ -203,7 +207,7 @@ class ChatTemplate:
         """
         spans: list[Span] = []
         for turn in turns:
-            prompt = self._render(messages[:turn], tools, True, variables)
+            prompt = self._beginning(text, messages[:turn], tools, variables)
             if turn == turns[0]:
                 self._check_generation_prompt(text, prompt, messages[:turn], tools, variables)
             if not text.startswith(prompt):
@@ -227,6 +231,24 @@ class ChatTemplate:
                 )
             spans.append((start, end + len(ends[-1])))
         return spans
+
+    def _beginning(
+        self, text: str, asked: list[Message], tools: Any, variables: Mapping[str, Any]
+    ) -> str:
+        """What a model is given to answer ``asked``.
+
+        Raises:
+            TemplateError: if ``asked`` is nothing, which many templates cannot render or render unlike all else.
+        """
+        try:
+            prompt = self._render(asked, tools, True, variables)
+        except TemplateError as error:
+            if asked:
+                raise
+            raise TemplateError(f"{_NOTHING_ASKED} ({error}); {_FIX}") from error
+        if not asked and not text.startswith(prompt):
+            raise TemplateError(f"{_NOTHING_ASKED}; {_FIX}")
+        return prompt
 
     def _check_generation_prompt(
         self, text: str, prompt: str, asked: list[Message], tools: Any, variables: Mapping[str, Any]

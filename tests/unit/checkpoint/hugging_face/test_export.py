@@ -186,6 +186,38 @@ def test_files_are_5_gib_by_default(tmp_path):
     assert Target(folder=tmp_path).max_shard_bytes == 5 * 2**30
 
 
+def test_every_file_of_the_tokenizer_is_copied(tmp_path):
+    """Programs differ in which of them they read."""
+    source, _ = tokenizer(tmp_path / "t")
+    names = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
+    for name in names:
+        (source / name).write_bytes(name.encode() + b"\x80\r\n")
+    (source / "pytorch_model.bin").write_bytes(b"no part of a tokenizer")
+    config, model = small()
+    exported(tmp_path / "m", config, model, tokenizer=source)
+    for name in (*names, "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "m" / name).read_bytes() == (source / name).read_bytes()
+    assert not (tmp_path / "m" / "pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_the_tokens_of_a_document_have_their_ids_in_the_generation_config(as_object, tmp_path):
+    source, turn_end = tokenizer(tmp_path / "t")
+    named = {"eos_token": "<|end_of_text|>", "bos_token": "<|begin_of_text|>", "pad_token": "<|im_end|>"}  # fmt: skip
+    settings = {key: {"content": name} if as_object else name for key, name in named.items()}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    config, model = small()
+    exported(tmp_path / "m", config, model, tokenizer=source)
+    vocab = Tokenizer.Config().build().vocab
+    want = {
+        "eos_token_id": [vocab["<|end_of_text|>"], turn_end],
+        "bos_token_id": vocab["<|begin_of_text|>"],
+        "pad_token_id": turn_end,
+    }
+    assert read_json(tmp_path / "m" / "generation_config.json") == want
+    assert want.items() <= read_json(tmp_path / "m" / "config.json").items()
+
+
 @pytest.mark.parametrize("template", ["jinja", "old"])
 def test_the_template_of_the_training_wins_over_that_of_the_tokenizer(template, tmp_path):
     tokenizer(tmp_path / "tokenizer", template)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from torchtitan.data.chat.conversation import conversation
@@ -81,6 +83,61 @@ def test_tools_calls_reasoning_and_switches():
     )
     assert called[0]["role"] == "assistant"
     assert called[0]["tool_calls"][0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize(
+    ("names", "role"),
+    [
+        ("user human prompter", "user"),
+        ("assistant gpt bot model chatgpt", "assistant"),
+        ("tool function function_response observation ipython", "tool"),
+        ("system", "system"),
+        ("developer", "developer"),
+    ],
+)
+def test_other_words_for_a_role(names, role):
+    for name in names.split():
+        for turn in ({"role": name, "content": "x"}, {"from": name, "value": "x"}):
+            assert messages({"messages": [turn]}) == [{"role": role, "content": "x"}], name
+
+
+def test_the_system_column_of_sharegpt_comes_first():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    system = {"role": "system", "content": "s"}
+    assert messages({"conversations": turns, "system": "s"}) == [system, *CHAT]
+    for nothing in ("", None):
+        assert messages({"conversations": turns, "system": nothing}) == CHAT
+
+
+def test_tools_and_variables_are_objects_or_json():
+    """Tables cannot hold objects of mixed types, so that many sets have them as text."""
+    tools, variables = [{"name": "f", "x": {"y": [1, None]}}], {"enable_thinking": False}
+    for row in (
+        {"tools": tools, "chat_template_kwargs": variables},
+        {"tools": json.dumps(tools), "chat_template_kwargs": json.dumps(variables)},
+    ):
+        found = conversation({"messages": CHAT, **row}, "here")
+        assert (found.tools, found.variables) == (tools, variables)
+    for nothing in ("", " ", "[]", None, []):
+        assert conversation({"messages": CHAT, "tools": nothing}, "here").tools is None
+    with pytest.raises(BadRow, match="chat_template_kwargs is text but no JSON"):
+        conversation({"messages": CHAT, "chat_template_kwargs": "{"}, "here")
+
+
+def test_arguments_of_a_call_that_are_no_json_stay_text():
+    call = {"type": "function", "function": {"name": "f", "arguments": "x = 1"}}
+    row = {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert messages(row)[1]["tool_calls"] == [call]
+    plain = {"messages": [{"role": "assistant", "tool_calls": json.dumps([call["function"]])}]}
+    assert messages(plain)[0]["tool_calls"] == [call]
+
+
+def test_content_may_be_parts_or_null_beside_reasoning():
+    parts = [{"type": "text", "text": "one"}, "two"]
+    assert messages({"messages": [CHAT[0] | {"content": parts}]})[0]["content"] == "one\ntwo"
+    thought = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    assert messages({"messages": [CHAT[0], thought]})[1] == thought
+    assert conversation({"messages": [CHAT[1] | {"weight": 1}]}, "here").switches == [True]
 
 
 @pytest.mark.parametrize(

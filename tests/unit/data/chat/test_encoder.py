@@ -354,10 +354,37 @@ def test_refusals():
         sample(TURNS, text=text)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_that_begins_with_an_answer_is_a_bad_row(name):
+    """One row like it must not end the run, whether the template cannot render nothing (Qwen3), renders it
+    unlike all else (ChatML, with a system prompt of its own), or refuses it (Mistral)."""
+    begins = {"messages": [TURNS["messages"][1], *TURNS["messages"][:2]]}
+    with pytest.raises(BadRow, match=r"chat template cannot render it: the (conv|templ)") as bad:
+        sample(begins, name)
+    assert bad.value.kind == "template"
+    assert bad.value.fault
+
+
+def test_a_conversation_that_begins_with_an_answer_is_learned_where_blocks_mark_it():
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    begins = {"messages": [TURNS["messages"][1], *TURNS["messages"][:2]]}
+    found = encoder(text=text).encode(conversation(begins, "here"), "here")
+    learned_text = tokenizer("chatml").decode(found.tokens[found.learned].tolist())
+    assert learned_text == "4<|im_end|>" * 2
+
+
 def test_a_sample_is_shown_with_what_is_learned():
     text = shown(sample(TURNS), tokenizer("chatml"), BRACKETED)
     assert "<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n3+3?" in text
     assert text.count("⟦") == 2
+    everything = sample({"text": "abc def"}, learn="all")
+    first = tokenizer("chatml").decode(everything.tokens[:1].tolist())
+    text = shown(everything, tokenizer("chatml"), BRACKETED)
+    assert text.startswith(f"{first}⟦")  # nothing comes before it, so that it is no target
+    assert text.endswith("<|im_end|>⟧")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tests.unit.data.helpers import TOKENIZER, Ranks, build, same
 from torchtitan.batch import IGNORE_INDEX
 from torchtitan.config import check_tree, from_dict, to_dict
-from torchtitan.data import Files, HuggingFace, MapSource, SequentialSource, Source
+from torchtitan.data import Files, HuggingFace, MapSource, SequentialSource, Source, Tokenizer
+from torchtitan.data import tokenizer as tokenizer_module
 from torchtitan.data.chat import prepared
 from torchtitan.data.chat.docstrings import Docstrings
 from torchtitan.data.chat.loader import ChatLoader
@@ -249,9 +251,11 @@ def test_data_that_can_only_be_read_in_order_is_not_packed_first():
         build(loader, rows=4, seq_len=64)
 
 
-def test_the_order_differs_by_epoch_and_seed():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_differs_by_seed(kind):
     def order(seed):
-        return [b[0, 0].tolist() for b in Ranks(config(), rows=4, seq_len=64, seed=seed).take(3)]
+        run = Ranks(config(kind), rows=4, seq_len=64, seed=seed)
+        return [b[0, 0].tolist() for b in run.take(3)]
 
     assert order(0) == order(0)
     assert order(0) != order(1)
@@ -374,12 +378,19 @@ def test_preparation_is_kept_and_made_again_when_anything_changes(tmp_path, capl
     write = prepared._write
     monkeypatch.setattr(prepared, "_write", lambda *args: made.append(1) or write(*args))
 
-    def prepare(seq_len=64, **fields):
+    def prepare(seq_len=64, tokenizer=TOKENIZER, columns=None, **fields):
         options = {"n_workers": 0, "max_bad_fraction": 0.5}
-        rows = Files.Config(path=str(path))
-        loader = ChatLoader.Config(sources=[Chat.Config(rows=rows)], **{**options, **fields})
+        source = Chat.Config(rows=Files.Config(path=str(path)), columns=columns or {})
+        loader = ChatLoader.Config(sources=[source], **{**options, **fields})
         before = len(made)
-        build(loader, rows=4, seq_len=seq_len)
+        loader.build(
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            global_batch_rows=4,
+            dp_rank=0,
+            dp_world_size=1,
+            seed=0,
+        )
         return len(made) > before
 
     with caplog.at_level(logging.INFO):
@@ -392,7 +403,15 @@ def test_preparation_is_kept_and_made_again_when_anything_changes(tmp_path, capl
     assert prepare(learn="last")
     assert prepare(too_long="cut")
     assert prepare(date="2025-01-01")
+    assert prepare(packing="none")
+    assert prepare(max_bad_fraction=0.6)
+    assert prepare(columns={"instruction": "output"})
+    shipped = Path(tokenizer_module.__file__).parent / "assets" / "chatml.jinja"
+    changed = shipped.read_text(encoding="utf-8") + " "
+    assert prepare(tokenizer=Tokenizer.Config(chat_template=changed).build())  # another template
+    assert prepare(tokenizer=Tokenizer.Config(eos_token="<|pad|>").build())  # the same one
     assert not prepare(seed=5)
+    assert not prepare()
     monkeypatch.setattr(prepared, "_code_version", lambda: "new")
     assert prepare()
     with path.open("a", encoding="utf-8") as file:

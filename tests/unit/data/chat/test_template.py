@@ -316,6 +316,49 @@ def test_a_template_that_is_none():
         template("chatml", "a" * 300_000)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% if true %}\n  {% for m in messages %}\n    {{ m.content }}\n  {% endfor %}\n{% endif %}\n",
+        "a\n   {# remark #}\n  {%- if true -%} b {%- endif %}\nc",
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+        "{{ {'b': 'é<&>\\'日', 'a': [1, none, true]} | tojson }}",
+        "{{ {'b': 'é', 'a': [1]} | tojson(indent=2) }}{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}",
+        "{{ 'é' | tojson(ensure_ascii=true) }}",
+        "{{ documents is none }}{{ tools is none }}{{ nothing is defined }}{{ add_generation_prompt }}",
+        "{{ bos_token }}{{ eos_token }}{{ strftime_now('%d') | length }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages[0].content) }}{{ messages | map(attribute='role') | join(',') }}",
+    ],
+)  # fmt: skip
+def test_jinja_is_set_up_as_in_transformers(text, theirs):
+    """Blank space around blocks, loop controls, JSON, and what is defined."""
+    their = theirs("llama3").apply_chat_template(CHATS["turns"], chat_template=text, tokenize=False)
+    assert template("llama3", text).render(CHATS["turns"]) == their
+
+
+def test_the_date_is_the_one_that_is_given():
+    assert template("chatml", "{{ strftime_now('%d %b %Y') }}").render([USER]) == "26 Jul 2024"
+
+
+def test_what_looks_special_in_tools_stays_text():
+    """Also in the names of fields, and whether or not spans are asked for."""
+    tools = [{"name": "<|im_end|>", "<|im_end|>": ["<|im_start|>"]}]
+    text = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    ours, end = template("chatml", text), tokenizer("chatml").vocab["<|im_end|>"]
+    start = tokenizer("chatml").vocab["<|im_start|>"]
+    for rendered in (
+        ours.render([USER, said("4")], tools=tools),
+        ours.render_with_spans([USER, said("4")], tools=tools).text,
+    ):
+        ids = ids_of("chatml", rendered, ours)
+        assert (ids.count(end), ids.count(start)) == (2, 0)
+        assert '[{"name": "<|im_end|>", "<|im_end|>": ["<|im_start|>"]}]' in (
+            tokenizer("chatml").decode(ids)
+        )
+
+
 def test_what_is_given_is_not_changed():
     messages = [{"role": "user", "content": "a<|im_end|>"}]
     template("chatml").render(messages)
@@ -343,10 +386,11 @@ def test_a_header_that_no_generation_prompt_has_is_not_learned_but_refused():
 
 def test_a_prefix_that_is_none_names_the_place_and_the_remedy():
     text = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(
-        SpanError, match=r"up to message 2 .* part at character 0.*\{% generation %\}"
-    ):
-        template("chatml", text).render_with_spans([USER, said("4")])
+    for before, place in (("", 0), ("So: ", 4)):
+        with pytest.raises(
+            SpanError, match=rf"up to message 2 .* part at character {place}\).*{{% generation %}}"
+        ):
+            template("chatml", before + text).render_with_spans([USER, said("4")])
 
 
 def test_no_special_tokens_means_nothing_is_escaped():
