@@ -21,7 +21,7 @@ from torchtitan.data.bad_rows import MIN_BAD_ROWS, BadRowPolicy
 from torchtitan.data.chat.stream import SamplePacking
 from torchtitan.data.document import opening
 from torchtitan.data.enough import check_enough
-from torchtitan.data.processes import told_of_deaths
+from torchtitan.data.processes import stop, told_of_deaths
 from torchtitan.data.source import MapSource, SequentialSource, Source, documents
 from torchtitan.data.stream import FIELDS, StreamState, new_state
 from torchtitan.data.tokenizer import Tokenizer
@@ -311,6 +311,8 @@ class Loader(Configurable):
 
     def close(self) -> None:
         """Stop the workers; the next `next` starts them again from the last batch delivered."""
+        if self._pieces is not None:
+            stop(self._pieces)
         self._pieces = None
 
     def _draw(self) -> list[Piece]:

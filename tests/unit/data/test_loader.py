@@ -1,5 +1,6 @@
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -288,3 +289,14 @@ def test_the_first_batch_is_mixed_by_weight_too():
     assert [TOKENIZER.decode(row.tolist()[1:3]) for row in batch["tokens"]] == [" a a"] * 6 + [
         " b b"
     ] * 2
+
+
+def test_workers_are_gone_when_it_is_closed_whoever_holds_their_iterator():
+    loader = build(config(n_workers=2), rows=4)
+    loader.next()
+    loader.next()
+    held = loader._pieces
+    assert len(multiprocessing.active_children()) == 2
+    loader.close()
+    assert multiprocessing.active_children() == []
+    del held

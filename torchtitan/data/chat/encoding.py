@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from torchtitan.data.chat.sample import Sample
 from torchtitan.data.chat.source import Chat
-from torchtitan.data.processes import in_processes
+from torchtitan.data.processes import in_processes, stop
 from torchtitan.data.source import BadRow
 from torchtitan.errors import ConfigError, DataError
 
@@ -21,7 +21,7 @@ Encoded = Sample | BadRow
 
 
 def encode_all(source: Chat, n_workers: int) -> Generator[Encoded, None, None]:
-    """What each row becomes, in the order of the data.
+    """What each row becomes, in the order of the data; close it if not all of it is taken.
 
     Args:
         source: the conversations.
@@ -36,11 +36,14 @@ def encode_all(source: Chat, n_workers: int) -> Generator[Encoded, None, None]:
         made: Iterator[list[Encoded | Exception]] = map(pieces.__getitem__, range(len(pieces)))
     else:
         made = in_processes(pieces, n_workers, prefetch=4)
-    for item in chain.from_iterable(made):
-        if isinstance(item, Sample | BadRow):
-            yield item
-        else:
-            raise item
+    try:
+        for item in chain.from_iterable(made):
+            if isinstance(item, Sample | BadRow):
+                yield item
+            else:
+                raise item
+    finally:
+        stop(made)
 
 
 class _Pieces(Dataset[list[Encoded | Exception]]):

@@ -68,6 +68,9 @@ def test_an_error_comes_as_it_is_after_the_rows_before_it(workers, tmp_path):
     ) as error:
         next(items)
     assert "Traceback" not in str(error.value)
+    assert (
+        multiprocessing.active_children() == []
+    )  # though the error's traceback holds their iterator
 
 
 def test_the_lock_is_free_while_processes_still_end(tmp_path):
