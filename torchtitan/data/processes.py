@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -97,7 +97,10 @@ def stop(items: Iterator[Any]) -> None:
         items, "_shutdown_workers", None
     )  # the iterator's own way out, which it calls when it is done
     if end is not None:
-        end()
+        with suppress(
+            RuntimeError
+        ):  # one of them died meanwhile, which torch tells whatever is being done
+            end()
 
 
 def _unchanged(item: Any) -> Any:

@@ -116,7 +116,13 @@ def test_what_is_sent_to_a_process_that_is_not_forked_gives_the_same():
 
 
 def test_a_process_that_dies_is_a_data_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding._Pieces, "__getitem__", lambda *_: os.kill(os.getpid(), 9))
+    def die(*_):
+        time.sleep(
+            0.2
+        )  # torch cannot bear it while it still fills the queues: a lock may be left taken
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(encoding._Pieces, "__getitem__", die)
     loader = ChatLoader.Config(sources=[Chat.Config(rows=Rows.Config(n=200))], cache_folder=str(tmp_path))  # fmt: skip
     with pytest.raises(DataError, match=r"a data worker died .*; if memory ran out, set data.n_workers=0"):  # fmt: skip
         loader.build(tokenizer=TOKENIZER, seq_len=64, global_batch_rows=4, dp_rank=0, dp_world_size=1, seed=0)  # fmt: skip
