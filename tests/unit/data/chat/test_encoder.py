@@ -338,6 +338,15 @@ def test_rows_without_a_target_are_dropped_by_reason(row, kind):
     assert drop.value.kind == kind
 
 
+def test_an_answer_that_nothing_comes_before_is_no_target():
+    """Its only token cannot be told from anything, so that the row would have no label."""
+    text = "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    row = {"messages": [{"role": "assistant", "content": "", "train": True}]}
+    with pytest.raises(DroppedRow) as drop:
+        encoder(text=text).encode(conversation(row, "here"), "here")
+    assert drop.value.kind == "no_target"
+
+
 def test_an_empty_prompt_is_legal():
     assert learned({"prompt": "", "completion": "x"}, "llama3") == ["x<|eot_id|>"]
 
