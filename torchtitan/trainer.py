@@ -38,6 +38,7 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.traffic import Step
 from torchtitan.secrets import masked
 from torchtitan.training.allocator import keep_freed_memory
+from torchtitan.training.desync import compare_ranks
 from torchtitan.training.feed import Fed, Feed
 from torchtitan.training.guard import Guard
 from torchtitan.training.pipeline_engine import make_engine
@@ -328,6 +329,7 @@ class Trainer(Configurable):
                         **step.metrics,
                     },
                 )
+                self._compare_ranks(step)
                 self._after_step()
                 if self.validation and self.validation.exhausted:
                     log.info(
@@ -453,6 +455,18 @@ class Trainer(Configurable):
             self._name_best()
         if self.step % self.config.training.gc_every_n_steps == 0:
             gc.collect()
+
+    def _compare_ranks(self, step: StepMetrics) -> None:
+        """End the run if ranks differ in what they must hold alike."""
+        every = self.config.training.compare_ranks_every_n_steps
+        if every and self.step % every == 0:
+            compare_ranks(
+                self.mesh,
+                self.step,
+                tensors=self._tensors(),
+                numbers={"loss": step.loss, "gradient norm": step.grad_norm},
+                loader_state=self.loader_state,
+            )
 
     def _name_best(self) -> None:
         """Write which checkpoint is the best, once it is complete."""

@@ -28,6 +28,9 @@ MODELS = {
     "deep": tiny_model(attention=NORMED, **{**SHAPE, "n_layers": 8}),
     # Without norms of queries and keys: here one process's own gradient of such a norm is 8e-6 off in float32.
     "moe": moe_model(attention=GQA.Config(n_heads=8, n_kv_heads=4), **SHAPE),
+    "deep moe": moe_model(
+        attention=GQA.Config(n_heads=8, n_kv_heads=4), **{**SHAPE, "n_layers": 8}
+    ),
 }
 SCHEDULES = (
     "1F1B",
@@ -154,6 +157,10 @@ def _dense() -> Iterator[Case]:
         yield Case("dense", {axis: 2}, {**options, "recompute": "selective"})
         yield Case("dense", {axis: 2}, {**options, "compile": True})
         yield Case("dense", {axis: 2}, {**options, "optimizer": "sgd"})
+    # Tensor parallel's hooks exchange parameters within a block, where a compiled recomputation meets them.
+    for degrees in ({"tp": 2}, {"tp": 2, "dp_shard": 2}):
+        for recompute, options in product(("full", "selective"), VARIANTS["tp"]):
+            yield Case("dense", degrees, {**options, "recompute": recompute, "compile": True})
 
 
 def _tied() -> Iterator[Case]:
@@ -170,14 +177,14 @@ def _tied() -> Iterator[Case]:
 def _moe() -> Iterator[Case]:
     """Experts lie on ranks that data, context and tensor parallelism lend: all of them, or 2 of 4."""
     for degrees, options in _meshes():
-        if degrees.get("pp") == 4 and options["schedule"] not in SINGLE_STAGE:
-            continue
+        several = degrees.get("pp") == 4 and options["schedule"] not in SINGLE_STAGE
+        model = "deep moe" if several else "moe"
         lendable = prod(degrees.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
         eps = {lendable, min(lendable, 2)} if options in USUAL else {lendable}
         if list(degrees.values()) == [2]:
             eps |= {1}
         for ep in sorted(eps):
-            yield Case("moe", {**degrees, "ep": ep} if ep > 1 else degrees, options)
+            yield Case(model, {**degrees, "ep": ep} if ep > 1 else degrees, options)
 
 
 SLICE = [

@@ -244,6 +244,7 @@ ABOUT = {
     "tied": "The same with tied embeddings",
     "deep": "Eight blocks, for eight stages",
     "moe": "Experts",
+    "deep moe": "Eight blocks with experts, for eight stages",
 }
 
 

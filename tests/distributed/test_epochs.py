@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.tiny import running, tiny, weights
 from torchtitan.config import check_tree, from_dict
@@ -152,7 +151,6 @@ def refused_while_built(tree, match):
     """``tree`` is refused while it is built, when the ranks have met."""
     with pytest.raises(ConfigError, match=match):
         tree.build()
-    dist.destroy_process_group()
 
 
 def problems(tree):

@@ -16,7 +16,7 @@ TIERS = [  # a module may import from its own row and from the rows above
     {"torchtitan.training", "torchtitan.debug", "torchtitan.generation", "torchtitan.evaluation"},
     {"torchtitan.trainer"},
     {"torchtitan.planner"},
-    {"torchtitan.launch", "torchtitan.train", "torchtitan.cli"},
+    {"torchtitan.launch", "torchtitan.train", "torchtitan.cli", "torchtitan.__main__"},
     {"torchtitan_recipes"},
 ]  # fmt: skip
 

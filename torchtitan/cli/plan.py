@@ -43,6 +43,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     ours = {flag.name: flag for flag in options.flags if flag.name in ("device", "verify")}
     problems = _problems(ours)
+    if options.dry_run:
+        problems.append(
+            Problem("--dry-run", "", "is torchtitan train's", "leave it out: a plan starts nothing")
+        )
     recipe = find_recipe(options.module, options.config)
     config, wrong = apply_flags(
         recipe.build(), tuple(flag for flag in options.flags if flag.name not in ours)

@@ -143,8 +143,10 @@ class Tokenizer(Configurable):
                 "set tokenizer.eos_token to the token that ends a document"
             )
         self.eos_id = eos_id
-        # It adds special tokens, which are left out here, and may trim spaces from the offsets of tokens, which then seem
-        # to begin later than they do.
+        self.own_prefix = self._put_before()
+        """What the file itself puts before a text, which is what ``transformers`` does; a run goes by `bos_id`."""
+        # The post-processor adds them, which are left out here, and may trim spaces from the offsets of tokens, which
+        # then seem to begin later than they do.
         self._tokenizer.post_processor = None
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = [token.content for token in added if token.special]
@@ -202,12 +204,6 @@ class Tokenizer(Configurable):
             removed.append(removed[-1] + (character == _RENAMED))
         return encoding.ids, [start - removed[start] for start in starts]
 
-    def own_prefix(self) -> list[int]:
-        """What the file itself puts before a text, which is what ``transformers`` does; a run goes by `bos_id`."""
-        alone = self._tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
-        return whole[: max(0, len(whole) - len(alone))] if whole[-len(alone) :] == alone else []
-
     def name(self, token_id: int) -> str:
         """The vocabulary's name of a token; one outside of it is named by its id."""
         return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
@@ -260,6 +256,11 @@ class Tokenizer(Configurable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = True  # the one setting that its pickle loses
+
+    def _put_before(self) -> list[int]:
+        alone = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        return whole[: max(0, len(whole) - len(alone))] if whole[-len(alone) :] == alone else []
 
     def _puts_before(self, bos_id: int | None, settings: dict[str, Any]) -> bool:
         """Whether the tokenizer puts a token that its settings name before text, as ``transformers`` has it.

@@ -123,10 +123,9 @@ class Prompts:
         self._template = source.template() if settings.chat else None
         self.first_id = tokenizer.vocab.get(named, tokenizer.eos_id) if named else tokenizer.eos_id
         """What stands before a text that has nothing before it."""
-        own = tokenizer.own_prefix()
         self._prefix = [self.first_id] if settings.add_bos else []
         if settings.add_bos is None:
-            self._prefix = own
+            self._prefix = tokenizer.own_prefix
         self._special = {tokenizer.vocab[name] for name in tokenizer.special_tokens}
 
     def encode(self, text: str, *, prefix: bool = True) -> list[int]:

@@ -110,7 +110,7 @@ class Decoder(Model):
             yield from self._check_tp(degrees)
             for problem in self.attention.check_dealt(degrees.tp, degrees.ulysses):
                 yield problem.within("attention")
-            if degrees.pp > self.n_layers:
+            if degrees.pp > self.n_layers > 0:
                 yield Problem(
                     "n_layers",
                     self.n_layers,

@@ -67,7 +67,10 @@ def find_device(text: str) -> Device:
         )
     amount = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)", text.strip())
     if amount and amount[2].upper() in _UNITS:
-        return Device(text.strip(), int(float(amount[1]) * _UNITS[amount[2].upper()]))
+        size = float(amount[1]) * _UNITS[amount[2].upper()]
+        if not 1 <= size < 2**63:
+            raise ConfigError(f"--device {text}: is no amount of memory; write one such as 24GiB")
+        return Device(text.strip(), int(size))
     raise ConfigError(
         f"--device {text}: is neither a known device nor an amount of memory such as 24GiB; "
         f"{did_you_mean(text, _KNOWN, kind='devices')}"

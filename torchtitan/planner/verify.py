@@ -100,7 +100,7 @@ def verify(config: Trainer.Config, world_size: int) -> Verification:
             "--verify: compile.enabled=True hides allocations from the count; add --compile.enabled False"
         )
     layers = config.model.n_blocks
-    counts = [n for n in LAYERS if n < layers] or [layers]
+    counts = sorted({min(n, layers) for n in LAYERS})
     tracked = tuple(_tracked(config, world_size, n) for n in counts)
     planned = plan_tracked(config, world_size)
     return Verification(tracked, layers, planned, _extrapolated(tracked, layers))

@@ -10,6 +10,7 @@ from torchtitan.debug.dry_run import fake_ranks, traffic_of, uncounted_axes
 from torchtitan.models.layers.attention import GQA
 from torchtitan.models.layers.tape import Tape, record
 from torchtitan.models.model import ParameterCounts
+from torchtitan.optim.param_groups import group_parameters
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.traffic import Step, Traffic
 from torchtitan.planner.devices import NETWORK_GB_PER_S, NODE_RANKS, Device
@@ -98,6 +99,9 @@ def work_of(config: Trainer.Config, world_size: int) -> Work:
     """The work of the first rank (of the first stages, in a pipeline)."""
     run = setup(config, world_size)
     whole = setup(_without_pipeline(config), run.degrees.world // run.degrees.pp).stages[0].model
+    group_parameters(  # raises what the run would
+        whole.named_parameters(), config.optimizer.param_groups, weight_decay=0.0
+    )
     training = config.training
     tokens = training.global_batch_rows * training.seq_len
     flops = whole.flops_per_token(training.seq_len) * tokens / world_size

@@ -20,7 +20,14 @@ class Training(Configurable):
         """Settings of `Training`."""
 
         OPERATIONAL = frozenset(
-            {"steps", "epochs", "micro_batch_rows", "device", "gc_every_n_steps"}
+            {
+                "steps",
+                "epochs",
+                "micro_batch_rows",
+                "device",
+                "gc_every_n_steps",
+                "compare_ranks_every_n_steps",
+            }
         )
 
         steps: int | None = None
@@ -54,8 +61,19 @@ class Training(Configurable):
         gc_every_n_steps: int = 50
         """Steps between Python garbage collections, on all ranks at the same step; it is off in between."""
 
+        compare_ranks_every_n_steps: int = 0
+        """Steps between comparisons of what several ranks hold, bit for bit: weights and optimizer state that are
+        replicated, loss, step and data position. A difference ends the run and names the ranks; 0 for none."""
+
         def check(self) -> Iterator[Problem]:
             """See `Configurable.Config.check`."""
+            if self.compare_ranks_every_n_steps < 0:
+                yield Problem(
+                    "compare_ranks_every_n_steps",
+                    self.compare_ranks_every_n_steps,
+                    "is negative",
+                    "set a number of steps, or 0 for none",
+                )
             for name in ("steps", "seq_len", "global_batch_rows", "gc_every_n_steps"):
                 value = getattr(self, name)
                 if value is not None and value < 1:

@@ -96,3 +96,11 @@ def test_the_page_on_the_command_line_has_the_same_tables():
         assert f"\n| `{name}` | {meaning} |\n" in page
     for default in (DEFAULT_MODULE, DEFAULT_CONFIG):
         assert f"| `{default}` |" in page
+
+
+def test_the_package_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan", "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "nothing" in done.stderr

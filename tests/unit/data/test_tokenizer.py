@@ -101,7 +101,8 @@ def test_bos_and_eos_of_tokenizer_config(tmp_path):
 
 def test_a_beginning_token_that_is_named_is_used_if_the_tokenizer_itself_puts_it_there(tmp_path):
     path = folder_with(tmp_path, bos_token="<|im_start|>")
-    assert Tokenizer.Config(path=path).build().bos_id is None
+    tok = Tokenizer.Config(path=path).build()
+    assert (tok.bos_id, tok.own_prefix) == (None, [])
     assert Tokenizer.Config(path=path, bos_token="<|im_start|>").build().bos_id == 3
     file = tmp_path / "tokenizer.json"
     data = json.loads(file.read_text(encoding="utf-8"))
@@ -113,7 +114,7 @@ def test_a_beginning_token_that_is_named_is_used_if_the_tokenizer_itself_puts_it
     }  # fmt: skip
     file.write_text(json.dumps(data), encoding="utf-8")
     tok = Tokenizer.Config(path=path).build()
-    assert tok.bos_id == 3
+    assert (tok.bos_id, tok.own_prefix) == (3, [3])
     assert 3 not in tok.encode("a")
 
 

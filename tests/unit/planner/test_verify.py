@@ -73,6 +73,14 @@ def test_two_and_four_layers_tell_how_much_six_take():
     assert "extrapolated" in str(found)
 
 
+@pytest.mark.parametrize("n_layers", [1, 3, 4])
+def test_a_model_of_few_layers_is_counted_itself(n_layers):
+    found = verify(small(recompute="full", model={"n_layers": n_layers}), 1)
+    assert found.extrapolated == found.tracked[-1].peak
+    assert found.tracked[-1].layers == n_layers
+    assert abs(found.error) < 0.03
+
+
 def test_error_is_a_part_of_the_count():
     tracked = (Tracked(2, 110, {"loss": 100}), Tracked(4, 210, {"loss": 200}))
     assert Verification(tracked, 6, 330, 300).error == pytest.approx(0.1)

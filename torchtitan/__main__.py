@@ -1,0 +1,7 @@
+"""``python -m torchtitan`` is the command ``torchtitan``."""
+
+import sys
+
+from torchtitan.cli.main import main
+
+sys.exit(main())
