@@ -156,6 +156,11 @@ def test_no_path_adds_a_second_beginning_token(adds_bos, template_has_bos, tmp_p
     assert plain[:-1] == asked.encode("abc")
     assert plain.count(bos) == 1
     assert plain[0] == bos
+    for row in ({"prompt": "abc", "completion": "d"}, {"text": "one two three four five six"}):
+        sample = encoder.encode(conversation(row, "here"), "here").tokens.tolist()
+        prompt = encoder.prompt(conversation(row, "here"), "here")
+        assert sample.count(bos) == 1
+        assert sample[: len(prompt)] == prompt
 
 
 def test_what_is_learned_can_be_chosen():
