@@ -85,3 +85,23 @@ def test_a_source_that_changes_its_length_is_an_error():
     expected = r"StreamedTexts: epoch 0 ended after 3 rows, not 5; the data changed"
     with pytest.raises(DataError, match=expected):
         feed.take(0, 3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_epoch_of_a_sequential_source_has_its_own_order(known):
+    texts = [f"{i}" for i in range(40)]
+
+    def epochs(seed, start=0):
+        source = StreamedTexts.Config(texts=texts).build()
+        feed = SequentialFeed(source, 1, seed, {0: start}, len(texts) if known else None)
+        order = [feed.take(0, count).text for count in range(start, 3 * len(texts))]
+        return [order[i : i + len(texts)] for i in range(0, len(order), len(texts))]
+
+    first, second, third = epochs(1)
+    assert sorted(first) == sorted(second) == sorted(third) == sorted(texts)
+    assert first != second != third != first
+    assert epochs(1) == [first, second, third]
+    assert epochs(2)[0] != first
+    assert epochs(None) == [texts] * 3
+    if known:  # else a resumed feed reads from the beginning of its first epoch
+        assert epochs(1, start=40) == [second, third]

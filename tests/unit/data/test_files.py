@@ -123,8 +123,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, name):
         write(tmp_path / name, ["a", "b"])
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
     assert read(str(tmp_path / name)) == (["a"] if name == "a.txt" else ["a", "b"])
-    rows = Files.Config(path=str(tmp_path / name)).build_rows()
-    assert rows.read(0)["text"] == "a"
+    row = Files.Config(path=str(tmp_path / name)).build_rows().read(0)
+    assert row["text"] == "a"
+    assert row.keys() <= {"id", "text"}  # the mark is no part of the first column's name, either
 
 
 def test_a_folder_a_glob_and_a_list(tmp_path):

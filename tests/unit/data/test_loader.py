@@ -272,6 +272,31 @@ def test_two_sources_are_mixed_alike_by_any_number_of_workers(workers):
     assert tokens[0] / sum(tokens) == pytest.approx(2 / 3, abs=0.1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sources_of_one_length_have_orders_of_their_own(kind):
+    """Else a mixture would always show the same pairs of rows together."""
+    sources = [kind.Config(texts=[f"{word}{i:02d}" for i in range(40)]) for word in "ab"]
+    run = Ranks(Loader.Config(sources=sources, n_workers=0), rows=2)
+    batches = run.take(10)
+    texts = [text for stream in (0, 1) for text in documents(batches, stream)]
+    first, second = ([text[1:] for text in texts if text[0] == word] for word in "ab")
+    assert len(first) > 5 < len(second)
+    assert first[:5] != second[:5]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_in_use_goes_back_to_a_state(workers):
+    run = Ranks(config(n_workers=workers), rows=4)
+    batches, states = [], []
+    for _ in range(5):
+        batches.append(run.next())
+        states.append(run.state)
+    for at in (2, 0, 3):
+        run.loaders[0].load_state(json.loads(json.dumps(states[at])))
+        assert torch.equal(run.next(), batches[at + 1])
+    run.close()
+
+
 def test_one_text_file_fills_a_batch_with_different_rows(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"Sentence {i} of the book. " for i in range(400)), encoding="utf-8")

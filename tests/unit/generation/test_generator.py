@@ -64,6 +64,16 @@ def test_cached_and_batched_is_what_one_by_one_without_a_cache_gives(window):
     assert batch[0].text == Letters().decode(want[0])
 
 
+def test_the_penalty_repeats_neither_what_was_asked_nor_what_was_said():
+    model, n_new = model_of(), 10
+    config = Sampling.Config(temperature=0, repetition_penalty=1e6)  # what was there is never best
+    found = Generator(model, Letters()).generate(PROMPTS, config, max_new_tokens=n_new)
+    plain = Generator(model, Letters()).generate(PROMPTS, GREEDY, max_new_tokens=n_new)
+    assert any(set(c.ids) & set(prompt) for c, prompt in zip(plain, PROMPTS, strict=True))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        assert len({*prompt, *completion.ids}) == len(set(prompt)) + n_new
+
+
 def test_a_drawn_row_does_not_depend_on_its_batch():
     generator = Generator(model_of(), Letters())
     sampling = Sampling.Config(temperature=1.5, seed=7)

@@ -156,6 +156,11 @@ def test_no_path_adds_a_second_beginning_token(adds_bos, template_has_bos, tmp_p
     assert plain[:-1] == asked.encode("abc")
     assert plain.count(bos) == 1
     assert plain[0] == bos
+    for row in ({"prompt": "abc", "completion": "d"}, {"text": "one two three four five six"}):
+        sample = encoder.encode(conversation(row, "here"), "here").tokens.tolist()
+        prompt = encoder.prompt(conversation(row, "here"), "here")
+        assert sample.count(bos) == 1
+        assert sample[: len(prompt)] == prompt
 
 
 def test_what_is_learned_can_be_chosen():
@@ -336,6 +341,15 @@ def test_rows_without_a_target_are_dropped_by_reason(row, kind):
     with pytest.raises(DroppedRow) as drop:
         sample(row)
     assert drop.value.kind == kind
+
+
+def test_an_answer_that_nothing_comes_before_is_no_target():
+    """Its only token cannot be told from anything, so that the row would have no label."""
+    text = "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    row = {"messages": [{"role": "assistant", "content": "", "train": True}]}
+    with pytest.raises(DroppedRow) as drop:
+        encoder(text=text).encode(conversation(row, "here"), "here")
+    assert drop.value.kind == "no_target"
 
 
 def test_an_empty_prompt_is_legal():

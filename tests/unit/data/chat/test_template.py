@@ -1,5 +1,6 @@
 import json
 import re
+import time
 
 import pytest
 
@@ -307,6 +308,14 @@ def test_a_hostile_template_is_stopped(text, reason, monkeypatch):
     monkeypatch.setattr("torchtitan.data.chat.sandbox.RENDER_SECONDS", seconds)
     with pytest.raises(TemplateError, match=reason):
         template("chatml", text).render([USER])
+
+
+def test_waiting_is_not_running(monkeypatch):
+    """A process that gets no turn for a while, or is stopped and continued, renders what it would have."""
+    monkeypatch.setattr("torchtitan.data.chat.sandbox.RENDER_SECONDS", 0.05)
+    text = "{% for m in messages %}{{ wait() }}{{ m.content }}{% endfor %}"
+    waited = template("chatml", text).render([USER], wait=lambda: time.sleep(0.1) or "")
+    assert waited == USER["content"]
 
 
 def test_a_template_that_is_none():
