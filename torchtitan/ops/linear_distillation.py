@@ -16,7 +16,7 @@ from torchtitan.ops.chunked_head import (
     counted,
     sum_over_tokens,
 )
-from torchtitan.ops.vocabulary import VocabularyShard
+from torchtitan.ops.vocabulary import VocabularyShard, below_largest
 
 Divergence = Literal["forward_kl", "reverse_kl", "js"]
 
@@ -150,7 +150,7 @@ class _Terms:
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """``(C, V/tp)``, normalised over the whole vocabulary, in place."""
-        logits.div_(self.temperature)
+        below_largest(logits.div_(self.temperature), self.vocabulary)
         log_norm = logits.logsumexp(dim=1, keepdim=True)
         if self.vocabulary is not None:
             log_norm, _ = self.vocabulary.reduce(log_norm, torch.zeros_like(log_norm))

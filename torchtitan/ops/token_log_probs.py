@@ -18,7 +18,7 @@ from torchtitan.ops.chunked_head import (
     chunks,
     counted,
 )
-from torchtitan.ops.vocabulary import VocabularyShard, localize
+from torchtitan.ops.vocabulary import VocabularyShard, below_largest, localize
 
 
 class TokenLogProbs(NamedTuple):
@@ -88,9 +88,10 @@ class _Form:
         start = 0 if self.vocabulary is None else self.vocabulary.start
         return localize(self.labels[rows, None], start, size)  # 2 x (C, 1)
 
-    def statistics(self, raw: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """``(C, V/tp) -> 3 x (C, 1)``: normaliser, log-probability and entropy."""
+    def statistics(self, raw: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        """``(C, V/tp) -> 4 x (C, 1)``: largest logit, normaliser of those less it, log-probability and entropy."""
         logits = cap(raw, self.softcap).div_(self.temperature)
+        top = below_largest(logits, self.vocabulary)
         label, here = self.local(rows, logits.shape[1])
         log_norm = logits.logsumexp(dim=1, keepdim=True)
         target = logits.gather(1, label).where(here, 0)
@@ -99,10 +100,16 @@ class _Form:
         mean = ((logits - log_norm).exp_().mul_(logits)).sum(dim=1, keepdim=True)
         if self.vocabulary is not None:
             mean = self.vocabulary.sum(mean)
-        return log_norm, target - log_norm, log_norm - mean
+        return top, log_norm, target - log_norm, log_norm - mean
 
     def gradient(
-        self, raw: Tensor, rows: slice, log_norm: Tensor, entropy: Tensor, grads: tuple[Tensor, ...]
+        self,
+        raw: Tensor,
+        rows: slice,
+        top: Tensor,
+        log_norm: Tensor,
+        entropy: Tensor,
+        grads: tuple[Tensor, ...],
     ) -> Tensor:
         """``(C, V/tp)`` gradient of the products.
 
@@ -111,7 +118,7 @@ class _Form:
         grad_log_prob, grad_entropy = grads  # 2 x (C, 1)
         logits = cap(raw, self.softcap)
         slope = cap_slope(logits, self.softcap)
-        log_probs = logits.div_(self.temperature).sub_(log_norm)
+        log_probs = logits.div_(self.temperature).sub_(top).sub_(log_norm)
         label, here = self.local(rows, log_probs.shape[1])
         probs = log_probs.exp()
         grad = (log_probs.add_(entropy).mul_(grad_entropy).add_(grad_log_prob)).mul_(probs).neg_()
@@ -129,12 +136,12 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         accumulation: Accumulation,
     ) -> tuple[Tensor, Tensor]:
-        found = hidden_states.new_empty(3, len(hidden_states), 1, dtype=torch.float32)
+        found = hidden_states.new_empty(4, len(hidden_states), 1, dtype=torch.float32)
         for rows in chunks(len(hidden_states), chunk_tokens):
             raw = (hidden_states[rows] @ weight.t()).float()  # (C, V/tp)
             found[:, rows] = torch.stack(form.statistics(raw, rows))
-        log_norm, log_probs, entropies = found.unbind()  # 3 x (T, 1)
-        ctx.save_for_backward(hidden_states, weight, log_norm, entropies)
+        top, log_norm, log_probs, entropies = found.unbind()  # 4 x (T, 1)
+        ctx.save_for_backward(hidden_states, weight, top, log_norm, entropies)
         ctx.form, ctx.chunk_tokens, ctx.accumulation = form, chunk_tokens, accumulation
         return log_probs.flatten(), entropies.flatten()
 
@@ -143,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, log_norm, entropies = ctx.saved_tensors
+        hidden_states, weight, top, log_norm, entropies = ctx.saved_tensors
         upstream = tuple(grad[:, None] for grad in grad_outputs)  # 2 x (T, 1)
         gradients = HeadGradients(
             hidden_states,
@@ -154,7 +161,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in chunks(len(hidden_states), ctx.chunk_tokens):
             raw = (hidden_states[rows] @ weight.t()).float()
             here = tuple(grad[rows] for grad in upstream)
-            grad = ctx.form.gradient(raw, rows, log_norm[rows], entropies[rows], here)
+            grad = ctx.form.gradient(raw, rows, top[rows], log_norm[rows], entropies[rows], here)
             gradients.add(rows, grad)
             del raw, grad
         grad_weight = gradients.weight

@@ -42,6 +42,10 @@ class VocabularyShard:
         """Add ``x`` up over the ranks: ``(...) -> (...)``."""
         return all_reduce(x, self.group)
 
+    def max(self, x: Tensor) -> Tensor:
+        """The largest ``x`` of the ranks: ``(...) -> (...)``."""
+        return all_reduce(x, self.group, op="max")
+
     def gather(self, logits: Tensor) -> Tensor:
         """``(..., V/tp) -> (..., V)``, laid end to end by rank; all ranks but the last ones have equally many entries."""
         widest = -(-self.total // self.group.size())
@@ -58,9 +62,22 @@ class VocabularyShard:
         Returns:
             Both over the whole vocabulary.
         """
-        largest = all_reduce(log_norm, self.group, op="max")
+        largest = self.max(log_norm)
         parts = log_norm.new_empty((2, *log_norm.shape))
         parts[0] = (log_norm - largest).exp()
         parts[1] = target
         sums = all_reduce(parts, self.group)
         return largest + sums[0].log(), sums[1]
+
+
+def below_largest(logits: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
+    """Subtract each row's largest logit of the whole vocabulary, ``(C, V/tp) -> (C, 1)``, in place; return it.
+
+    What follows is not larger than the logarithm of the vocabulary, so that float32 rounds the normaliser by 1e-6 at most;
+    of logits as they are, it rounds all probabilities by that much of their size, which a divergence multiplies.
+    """
+    top = logits.amax(dim=1, keepdim=True)
+    if vocabulary is not None:
+        top = vocabulary.max(top)
+    logits.sub_(top)
+    return top
