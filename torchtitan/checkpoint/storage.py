@@ -208,9 +208,8 @@ def _planner_class() -> "Callable[..., DefaultSavePlanner]":
             found = super().lookup_object(index)
             if self.read is None or not found.is_meta:
                 return found
-            if (
-                self._written is not None
-            ):  # the writer keeps the tensors of a file until it is closed
+            # The writer keeps the tensors of a file until it is closed.
+            if self._written is not None:
                 self._written.untyped_storage().resize_(0)
             self._written = self.read(index.fqn)
             return self._written

@@ -93,13 +93,10 @@ def stop(items: Iterator[Any]) -> None:
     Left to the garbage collector, they cannot be told to end and are waited for, 5 s each: where an error's traceback
     holds the iterator, that is how a run would end.
     """
-    end = getattr(
-        items, "_shutdown_workers", None
-    )  # the iterator's own way out, which it calls when it is done
+    # The iterator's own way out, which it takes when it is done.
+    end = getattr(items, "_shutdown_workers", None)
     if end is not None:
-        with suppress(
-            RuntimeError
-        ):  # one of them died meanwhile, which torch tells whatever is being done
+        with suppress(RuntimeError):  # one died meanwhile: torch says so, whatever is being done
             end()
 
 

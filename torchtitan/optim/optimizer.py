@@ -444,14 +444,5 @@ def _check_blocks(config: Optimizer.Config, members: Sequence[tuple[str, nn.Para
         problem = misfit(parameter, block) if block else None
         if problem:
             problems.append(f"{name}: {problem}")
-    refuse_blocks(config, problems)
-
-
-def refuse_blocks(config: Optimizer.Config, problems: Sequence[str]) -> None:
-    """Raise if there are parameters whose blocks the mesh would cut.
-
-    Raises:
-        ConfigError: naming them all.
-    """
     if problems:
         raise ConfigError(f"optimizer.state_dtype={config.state_dtype}: " + "; ".join(problems))

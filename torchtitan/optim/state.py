@@ -214,11 +214,7 @@ def misfit(parameter: Tensor, block: int) -> str | None:
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         if getattr(placement, "dim", None) == last:  # is_shard() denies strided shards
             ranks *= size
-    return cut_block(parameter.shape[-1], ranks, block)
-
-
-def cut_block(columns: int, ranks: int, block: int) -> str | None:
-    """What is wrong if ``columns`` over ``ranks`` cut blocks of ``block`` elements; None if they do not."""
+    columns = parameter.shape[-1]
     if not cuts_blocks(columns, ranks, block):
         return None
     fitting = fitting_block(columns, ranks, block)

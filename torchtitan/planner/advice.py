@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchtitan.config.tree import check_tree
-from torchtitan.errors import ConfigError
 from torchtitan.planner.memory import plan_memory
 from torchtitan.trainer import Trainer
 
@@ -67,12 +66,7 @@ def _first_that_helps(
         tried = copy.deepcopy(config)
         if not idea.apply(tried) or check_tree(tried, world_size):
             continue
-        try:
-            figure = plan_memory(tried, world_size).total
-        except (
-            ConfigError
-        ):  # the optimizer's blocks and the mesh, which no check of the config sees
-            continue
+        figure = plan_memory(tried, world_size).total
         if figure <= total * (1 - _WORTH):
             return idea, tried, figure
     return None

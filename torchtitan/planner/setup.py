@@ -15,8 +15,7 @@ from torchtitan.config.serialize import to_dict
 from torchtitan.models.layers.plan import Cut
 from torchtitan.models.layers.tape import Place
 from torchtitan.models.model import Model
-from torchtitan.optim.optimizer import Optimizer, refuse_blocks
-from torchtitan.optim.state import block_of, cut_block
+from torchtitan.optim.optimizer import Optimizer
 from torchtitan.parallel.activation_checkpointing import ActivationCheckpointing
 from torchtitan.parallel.degrees import Degrees
 from torchtitan.parallel.pipeline import Pipeline
@@ -250,14 +249,6 @@ class _Cut:
     def _unit(self, module: nn.Module, local: _Locals) -> Unit:
         return self._of(list(module.parameters()), local)
 
-    def _check_blocks(self, name: str, parameter: nn.Parameter, local: Sequence[int]) -> None:
-        """Refuse what the optimizer of the run would refuse."""
-        ranks = parameter.shape[-1] // max(1, local[-1])
-        block = block_of(parameter, self.optimizer.state_dtype, self.optimizer.block_size)
-        problem = cut_block(parameter.shape[-1], ranks, block) if block else None
-        if problem:
-            refuse_blocks(self.optimizer, [f"{name}: {problem}"])
-
     def _of(self, parameters: Sequence[nn.Parameter], local: _Locals) -> Unit:
         gathered = shard = trainable = state = update = last = 0
         optimizer = self.optimizer
@@ -272,7 +263,6 @@ class _Cut:
             shard += prod(part)
             if parameter.requires_grad:
                 trainable += prod(part)
-                self._check_blocks(name, parameter, shape)
                 state += optimizer.state_bytes(name, parameter, part)
                 update = max(update, optimizer.update_bytes(name, parameter, part))
         return Unit(gathered, shard, trainable, state, update, last)

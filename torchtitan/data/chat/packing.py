@@ -58,9 +58,8 @@ def longest_first(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     Arguments and result are those of `pack_all`, in another order.
     """
     by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
-    others = iter(
-        sorted(by_length, key=lambda i: i * 0x9E3779B1 & 0xFFFFFFFF)
-    )  # mixed, whatever the data's order
+    # Mixed, whatever the data's order.
+    others = iter(sorted(by_length, key=lambda i: i * 0x9E3779B1 & 0xFFFFFFFF))
     view: list[int] = []
     packs: list[list[int]] = []
     used = bytearray(len(lengths))

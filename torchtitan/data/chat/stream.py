@@ -62,9 +62,8 @@ class SampleStream(Stream):
         state: StreamState = stream["state"]
         self._rows: int = state.get("rows", 0)
         self._filled: int = state.get("filled", 0)
-        known = (
-            state.get("seq_len") == self.seq_len
-        )  # else others may be too long, or cut elsewhere
+        # With another seq_len others may be too long, or cut elsewhere.
+        known = state.get("seq_len") == self.seq_len
         self._waiting = self._waiting_again(state.get("pending", []), known)
 
     def state(self) -> StreamState:
@@ -159,9 +158,8 @@ class SampleStream(Stream):
                 try:
                     pack: Pack = feed.take(self.number, count).text
                 except BadRow as row:
-                    if (
-                        count in lengths
-                    ):  # with another seq_len; others were counted when they were met
+                    # With another seq_len; others were counted when they were met.
+                    if count in lengths:
                         self.policy.meet(row, self._counts)
                     continue
                 waiting[source, count] = _Waiting(source, count, pack.n_tokens, pack)

@@ -127,10 +127,8 @@ class Console(Sink):
 
     def _guard_log_records(self) -> None:
         """Erase the bar before the first handler writes a record, and draw it again after the last."""
-        for logger in (
-            logging.getLogger(),
-            logging.getLogger("torchtitan"),
-        ):  # a run's own does not propagate
+        # A run's own logger does not propagate.
+        for logger in (logging.getLogger(), logging.getLogger("torchtitan")):
             before, after = _Callback(self._erase), _Callback(self._draw)
             logger.handlers.insert(0, before)
             logger.addHandler(after)
